@@ -89,9 +89,11 @@ _ROOMS = (
     "solver",
     "validation",
 )
+"""Packages of autoshard that are imported at their first use, such as `autoshard.cost`."""
 
 
 def __getattr__(name: str) -> Any:
+    """Import and return the public name or the room `name`, and cache it; raise `AttributeError` for any other name."""
     if name in _HOMES:
         module, attribute = _HOMES[name]
         value = getattr(importlib.import_module(module), attribute)
@@ -104,4 +106,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    """Return all names of the package, sorted, also of those that are not imported yet."""
     return sorted({*globals(), *_HOMES, *_ROOMS})

@@ -26,7 +26,10 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of `_LAST` with a wrapped loader; None for any other module."""
+        """Return the spec of `_LAST` with a wrapped loader, and remove this finder from `sys.meta_path`.
+
+        None for any other module, and for `_LAST` if it is not installed.
+        """
         if fullname != _LAST:
             return None
         sys.meta_path.remove(self)
@@ -47,7 +50,7 @@ class _Loader(importlib.abc.Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute the module with the original loader, then install the hook."""
+        """Restore the original loader on the module's spec, execute the module with it, then call `_ready`."""
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
@@ -55,7 +58,7 @@ class _Loader(importlib.abc.Loader):
 
 
 def _ready() -> None:
-    """Install the hook if the environment asks for it, else patch `xr.use_spmd` to install it on demand."""
+    """Install the hook if `XLA_AUTO_SPMD` is `1` or `true`, else patch `xr.use_spmd` to install it on demand."""
     import torch_xla.runtime as xr
 
     if os.environ.get("XLA_AUTO_SPMD", "").strip().lower() in ("1", "true"):
@@ -66,7 +69,10 @@ def _ready() -> None:
     original = xr.use_spmd
 
     def use_spmd(auto: bool | None = False) -> None:
-        """Install the hook and restore the original function if auto-sharding is requested; else call the original."""
+        """Restore the original function and install the hook, then call `xr.use_spmd` again with `auto`.
+
+        Without `auto`, and without the variable `XLA_AUTO_SPMD`, call the original function and install nothing.
+        """
         if not auto and "XLA_AUTO_SPMD" not in os.environ:
             return original()
         from autoshard.exec import torch_xla_hook
@@ -80,6 +86,9 @@ def _ready() -> None:
 
 
 def autoload() -> None:
-    """Register the import finder; `import torch` calls this function."""
+    """Register the import finder; `import torch` calls this function.
+
+    Nothing changes if `_LAST` is imported already or a finder is registered already.
+    """
     if _LAST not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

@@ -27,7 +27,8 @@ class OutOfRangeError(UserError):
 def reason_of(error: BaseException, lines: int = 1) -> str:
     """Return the first `lines` lines of an error's text as one line, without the full stop; empty if it has no text.
 
-    The error may be of a user's own class, whose `__str__` may raise in turn.
+    The error may be of a user's own class, whose `__str__` may raise in turn: a sentence then names that error's type.
+    `ENDINGS` are raised.
     """
     try:
         text_lines = str(error).strip().splitlines()

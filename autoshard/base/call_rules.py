@@ -21,6 +21,11 @@ REST = "..."
 """Factor that stands for the leading dims."""
 
 PARALLEL, REDUCTION, NEED_REPLICATION, PERMUTATION = "parallel", "reduction", "need_replication", "permutation"
+"""Kinds of factors.
+
+A parallel factor may be split freely. A split reduction factor leaves partial sums in the results. A factor that needs
+replication stays whole, and one of a permutation is exchanged if it is split.
+"""
 
 _TOKEN = re.compile(r"\s*(\.\.\.|[A-Za-z]\w*|[()])")
 """Next factor, parenthesis or `...` of a group."""
@@ -31,7 +36,9 @@ class CallRule:
     """Sharding rule of a call, before it is bound to shapes."""
 
     name: str
+    """Target of the calls to which the rule applies."""
     text: str
+    """The rule in the notation of this module, as given."""
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
     kinds: tuple[tuple[str, str], ...] = ()
@@ -47,10 +54,14 @@ class BoundRule:
     """Sharding rule bound to one call's shapes; factors are numbered."""
 
     sizes: tuple[int, ...]
+    """Size of each factor, by its number."""
     kinds: tuple[str, ...]
+    """Kind of each factor, by its number."""
     operands: tuple[tuple[tuple[int, ...], ...], ...]
+    """Numbers of the factors (major first) of each dim of each operand."""
     results: tuple[tuple[tuple[int, ...], ...], ...]
     flops: int = 0
+    """Floating-point operations of the whole call; 0 if it does no matrix work."""
 
 
 _registered: dict[str, CallRule] = {}
@@ -60,7 +71,7 @@ _log: list[str] = []
 
 
 def remember(rule: CallRule) -> None:
-    """Register a rule for calls of its name; a later rule of the same name replaces it."""
+    """Register a rule for calls of its name and log the name; a later rule of the same name replaces it."""
     _registered[rule.name] = rule
     _log.append(rule.name)
 
@@ -90,15 +101,17 @@ def parse_call_rule(
     sizes: Mapping[str, int] | None = None,
     flops: str | None = None,
 ) -> CallRule:
-    """Parse a rule from its notation.
+    """Parse a rule from its notation, which has exactly one `->`; nothing before it means no operands.
 
     - `name`: target of the calls to which the rule applies; errors mention it.
     - `text`: operands and results in the notation of this module.
-    - `reduction`, `need_replication`, `permutation`: factors of each kind; the others are parallel.
+    - `reduction`, `need_replication`, `permutation`: factors of each kind, as a list or as text with spaces between.
+      The others are parallel.
     - `sizes`: sizes of factors that shapes do not determine.
-    - `flops`: work of the call, such as `4 b h s t d`.
+    - `flops`: work of the call, such as `4 b h s t d`; None or empty for no matrix work.
 
-    Raises `UserError` that names the rule and the wrong part of it.
+    Raises `UserError` that names the rule and the wrong part of it: bad notation, an unknown factor or a factor of two
+    kinds. A reduction factor in a result is refused too.
     """
     sides = text.split("->")
     if len(sides) != 2:
@@ -135,7 +148,11 @@ def parse_call_rule(
 
 
 def _tensor(name: str, text: str, part: str) -> Dims:
-    """Parse the group of one tensor."""
+    """Parse the group of one tensor, `part` of the rule `text`; an empty part is a scalar without dims.
+
+    Raises `UserError` for other tokens, unbalanced or nested parentheses, a repeated factor, and a `...` that is not
+    first.
+    """
     dims: list[tuple[str, ...]] = []
     group: list[str] | None = None
     position = 0
@@ -169,7 +186,11 @@ def _tensor(name: str, text: str, part: str) -> Dims:
 
 
 def _flops(name: str, text: str, known: set[str]) -> tuple[tuple[int, tuple[str, ...]], ...]:
-    """Parse the sum of products that gives a call's floating-point operations."""
+    """Parse a sum of products such as `4 b h s t d + 2 b s` into pairs (number, factors); `*` may stand between words.
+
+    The numbers of a term are multiplied, and a term without numbers has 1. Raises `UserError` for an empty term and for
+    a factor that is not in `known` or is `...`.
+    """
     terms = []
     for term in text.split("+"):
         words = term.replace("*", " ").split()
@@ -188,7 +209,10 @@ def _flops(name: str, text: str, known: set[str]) -> tuple[tuple[int, tuple[str,
 def bind(
     rule: CallRule, operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]], where: str = ""
 ) -> BoundRule:
-    """Bind a rule to the shapes of one call: number its factors and determine their sizes.
+    """Bind a rule to the shapes of one call: number its factors by first use, and determine their sizes and the FLOPs.
+
+    The first tensor with a `...` determines how many dims it stands for. Each such dim is a factor of the kind that the
+    rule gives `...`, parallel by default.
 
     - `operands`, `results`: shape of each.
     - `where`: name of the call in error messages; may be empty.
@@ -242,7 +266,10 @@ def bind(
 
 
 def _fit(rule: CallRule, sizes: dict[str, int], dim: tuple[str, ...], size: int, where: str) -> None:
-    """Record the size of a dim of one factor; raise `UserError` if that factor has another size already."""
+    """Record the size of a dim of one factor; raise `UserError` if that factor has another size already.
+
+    Leave dims of several factors to `_fit_compound`.
+    """
     if len(dim) == 1 and sizes.setdefault(dim[0], size) != size:
         raise UserError(
             f"the rule of `{rule.name}`, {rule.text!r}, does not fit: `{dim[0]}` is {sizes[dim[0]]} elsewhere, "
@@ -251,7 +278,10 @@ def _fit(rule: CallRule, sizes: dict[str, int], dim: tuple[str, ...], size: int,
 
 
 def _fit_compound(rule: CallRule, sizes: dict[str, int], dim: tuple[str, ...], size: int, where: str) -> None:
-    """Derive the one missing size of a dim of several factors; raise `UserError` if the sizes do not fit the dim."""
+    """Derive the one missing size of a dim of several factors, and record it in `sizes`.
+
+    Raise `UserError` if more than one size is missing, or if the sizes do not multiply to the dim.
+    """
     known = math.prod(sizes[f] for f in dim if f in sizes)
     missing = [f for f in dim if f not in sizes]
     if len(missing) > 1:

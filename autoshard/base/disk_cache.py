@@ -31,7 +31,10 @@ _warned: set[str] = set()
 
 
 def cache_directory() -> Path | None:
-    """Return `AUTOSHARD_CACHE_DIR`, else `autoshard` in the user's cache directory; None if the cache is turned off."""
+    """Return `AUTOSHARD_CACHE_DIR`, else `autoshard` in the user's cache directory; None without a cache.
+
+    There is none if the variable is set but empty, or if the user has no home.
+    """
     return user_directory(VARIABLE, "XDG_CACHE_HOME", ".cache")
 
 
@@ -52,11 +55,14 @@ def user_directory(own: str, variable: str, usual: str) -> Path | None:
 
 
 def key_of(inputs: Any, packages: Sequence[str], sources: Sequence[str]) -> str:
-    """Return the cache key of a result: a hash of its inputs, package versions, source files and JAX settings.
+    """Return the cache key of a result: 64 hex digits, a hash of everything that determines it.
 
-    - `inputs`: inputs of the computation, as JSON.
-    - `packages`: installed packages whose versions matter.
-    - `sources`: glob patterns of this package's files that compute the result.
+    It covers the inputs, the versions of the packages and of Python, the content of the source files, and the
+    environment variables `JAX_*`.
+
+    - `inputs`: inputs of the computation, as JSON; any other value counts by its `str`.
+    - `packages`: packages whose versions matter; one that is not installed has an empty version.
+    - `sources`: glob patterns, relative to this package, of its files that compute the result.
     """
     settings = {name: value for name, value in os.environ.items() if name.startswith("JAX_")}
     versions = {package: version(package) for package in packages}
@@ -73,7 +79,7 @@ def version(package: str) -> str:
 
 
 def _hash_of(sources: Sequence[str]) -> str:
-    """Hash every file of this package that matches one of the patterns."""
+    """Return the hex SHA-256 of the path and content of every file of this package that matches one of the patterns."""
     package = Path(__file__).parents[1]
     total = hashlib.sha256()
     for path in sorted({path for pattern in sources for path in package.glob(pattern)}):
@@ -83,7 +89,10 @@ def _hash_of(sources: Sequence[str]) -> str:
 
 
 def read_entry(kind: str, key: str) -> bytes | None:
-    """Return the body of an entry; None if it does not exist, belongs to another user, or is damaged."""
+    """Return the body of the entry `key` of a kind, the file `KEY.KIND`.
+
+    None if the cache is turned off, or if the entry does not exist, belongs to another user, or is damaged.
+    """
     folder = cache_directory()
     if folder is None:
         return None
@@ -98,7 +107,10 @@ def read_entry(kind: str, key: str) -> bytes | None:
 
 
 def write_entry(kind: str, key: str, body: bytes) -> None:
-    """Store `body` as an entry. A directory that cannot be written to causes one warning and no error."""
+    """Store `body` as the entry `key` of a kind, and drop the oldest entries of that kind beyond `MOST`.
+
+    A cache that is turned off stores nothing. A directory that cannot be written to causes one warning and no error.
+    """
     folder = cache_directory()
     if folder is None:
         return

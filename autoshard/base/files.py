@@ -26,7 +26,7 @@ def write_whole(path: str | os.PathLike[str], content: bytes, mode: int = 0o666)
 
     A replaced file keeps its mode, and its owner if the system permits. A new file gets `mode` less the bits of the
     user's umask. A link is followed: the file that it names is replaced. A device or a pipe is written into, never
-    replaced. Raises `OSError` and leaves nothing behind if the file cannot be written.
+    replaced. Raises `OSError` and leaves nothing behind if the file cannot be written, or if a pipe has no reader.
     """
     before = _status(path)
     if before is not None and (not stat.S_ISREG(before.st_mode) or _is_open_already(path)):
@@ -45,7 +45,11 @@ def write_own(path: str | os.PathLike[str], content: bytes) -> None:
 
 
 def _put(target: Path, content: bytes, mode: int, before: os.stat_result | None) -> None:
-    """Write a temporary file next to `target` and rename it over `target`, with the mode and owner of `before`."""
+    """Write a temporary file next to `target`, flush it to the disk and rename it over `target`.
+
+    The file gets the mode and owner of `before`, or `mode` less the umask if that is None. After any error the
+    temporary file is deleted and the error raised.
+    """
     # The mode is set by the creation itself: reading the umask would require setting it, which affects all threads.
     temporary = target.with_name(f"{TEMPORARY_PREFIX}{os.urandom(6).hex()}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
@@ -65,7 +69,10 @@ def _put(target: Path, content: bytes, mode: int, before: os.stat_result | None)
 
 
 def is_ours(status: os.stat_result) -> bool:
-    """Return True if a file belongs to the user or the system. The content of another user's file cannot be trusted."""
+    """Return True if a file belongs to the user or to root; always True on Windows.
+
+    The content of another user's file cannot be trusted.
+    """
     return not hasattr(os, "geteuid") or status.st_uid in (0, os.geteuid())
 
 
@@ -84,13 +91,13 @@ def _status(path: str | os.PathLike[str]) -> os.stat_result | None:
 
 
 def _is_open_already(path: str | os.PathLike[str]) -> bool:
-    """Return True if the path stands for an open file of a process."""
+    """Return True if the path begins with one of `_DESCRIPTORS`, so that it stands for an open file of a process."""
     return os.path.abspath(path).startswith(_DESCRIPTORS)
 
 
 def _write_into(path: str | os.PathLike[str], content: bytes) -> None:
     # O_NONBLOCK makes the system refuse a pipe without a reader; a blocking open would wait for ever.
-    """Write into an existing device, pipe or open file."""
+    """Write into an existing device, pipe or open file; raise `OSError` for a pipe without a reader."""
     handle = os.open(path, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0))
     os.set_blocking(handle, True)
     with os.fdopen(handle, "wb") as file:
@@ -98,7 +105,7 @@ def _write_into(path: str | os.PathLike[str], content: bytes) -> None:
 
 
 def _make_like(handle: int, before: os.stat_result) -> None:
-    """Set the owner of an open file to that of `before`, if permitted, then its mode."""
+    """Set the owner of an open file to that of `before`, if permitted, then its mode; change nothing on Windows."""
     if not hasattr(os, "fchmod"):
         return  # Windows, whose modes carry almost no permissions
     own = os.fstat(handle)
@@ -121,8 +128,8 @@ _OBJECT_BYTES = {"[": 100, "{": 200, ",": 45, '"': 15}
 def read_bytes(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
     """Return the content of a file, unpacked if it is gzipped.
 
-    Raises `OSError` if the file cannot be read, is a directory, or has more than `most` bytes. Raises `ValueError` for
-    a gzip file that is cut off or damaged. A pipe without a writer is empty.
+    Raises `OSError` if the file cannot be read, is a directory, or has more than `most` bytes, packed or unpacked.
+    Raises `ValueError` for a gzip file that is cut off or damaged. A pipe without a writer is empty.
     """
     # A blocking open of a pipe would wait for ever for a writer.
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
@@ -145,7 +152,7 @@ def read_bytes(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
 
 
 def _bounded(file: Any, path: str | os.PathLike[str], most: int) -> bytes:
-    """Read a file to its end; raise `OSError` once it has more than `most` bytes."""
+    """Read a file to its end and return its bytes; raise `OSError` (EFBIG) once it has more than `most` bytes."""
     parts, left = [], most
     while part := file.read(min(left + 1, 1 << 20)):
         left -= len(part)
@@ -186,7 +193,7 @@ def read_json(path: str | os.PathLike[str], most: int = MOST_BYTES) -> Any:
 
 
 def is_shallow(value: Any, most: int) -> bool:
-    """Return True if objects and lists of parsed JSON are nested at most `most` deep."""
+    """Return True if objects and lists of parsed JSON are nested at most `most` deep; a scalar has depth 0."""
     level = [value]
     for _ in range(most):
         level = [

@@ -20,7 +20,11 @@ _CLOSING = {"[": "]", "{": "}", '"': '"'}
 
 
 def parse_pieces(text: str, loads: Callable[[str], Any] = json.loads) -> Any:
-    """Parse JSON text; `loads` parses each of its pieces. Raises `ValueError` if the text is not JSON."""
+    """Parse JSON text and return its value; a repeated key has its last value. Raises `ValueError` for other text.
+
+    `loads` parses text of up to `PIECE` characters in one call, and longer text in pieces, each a whole list or object.
+    Python's own decoder parses short elements between the pieces.
+    """
     if len(text) <= PIECE:
         return loads(text)
     reader = _Pieces(text, loads)
@@ -31,7 +35,10 @@ def parse_pieces(text: str, loads: Callable[[str], Any] = json.loads) -> Any:
 
 
 class _Pieces:
-    """Reader of one JSON text; its methods take a position and return the one after the element and white space."""
+    """Reader of one JSON text; its methods take a position and return the one after the element and white space.
+
+    They raise `json.JSONDecodeError` where the text is not JSON.
+    """
 
     def __init__(self, text: str, loads: Callable[[str], Any]) -> None:
         self.text = text
@@ -40,7 +47,7 @@ class _Pieces:
         self.scan: Callable[[str, int], tuple[Any, int]] = decoder.scan_once
 
     def skip(self, at: int) -> int:
-        """Skip white space."""
+        """Skip white space; return the position after it."""
         match = _SPACE.match(self.text, at)
         return at if match is None else match.end()
 
@@ -109,7 +116,7 @@ class _Pieces:
         return key, self.skip(at + 1)
 
     def cut(self, at: int, limit: int, named: bool) -> int:
-        """Return the last comma before `limit` that seems to separate two elements of this container; 0 if none.
+        """Return the position of the last comma before `limit` that seems to separate two elements; 0 if none.
 
         An indented text indents all elements of one container alike. In a text without indents, the next element begins
         with the same character as the element at `at`. The element before it ends as the one at `at` does.

@@ -11,6 +11,8 @@ def njit(function: Callable[..., Any] | None = None, *, cache: bool = False, **o
 
     numba refuses to cache if it can write neither next to the source, nor below the user's home, nor in
     `NUMBA_CACHE_DIR`. A read-only container is an example. Each process then compiles the function again.
+
+    Without `function` the result is a decorator. `options` are those of `numba.njit`.
     """
     if function is None:
         return lambda each: njit(each, cache=cache, **options)
@@ -26,14 +28,14 @@ def njit(function: Callable[..., Any] | None = None, *, cache: bool = False, **o
 
 
 def _flush_incompatible_cache(cache: Any) -> None:
-    """Discard the cache of an older version of the package, whose types had another name or module.
+    """Wrap the loader of numba's cache, so that it discards a cache that names types which do not exist any more.
 
     numba unpickles such an index before it compares the source's time stamp, and fails with an AttributeError.
     """
     load = cache.load_overload
 
     def load_or_forget(*signature: Any) -> Any:
-        """Load a cached overload, or flush the cache if it cannot be unpickled."""
+        """Return a cached overload; flush a cache that cannot be unpickled and return None, so that numba compiles."""
         try:
             return load(*signature)
         except (AttributeError, ImportError):

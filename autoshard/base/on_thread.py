@@ -7,13 +7,15 @@ from typing import Any
 
 
 class OnThread:
-    """A call on a daemon thread, which never blocks the end of the process."""
+    """A call on a daemon thread, which starts at once and never blocks the end of the process."""
 
     def __init__(self, call: Callable[[], object]):
         self._outcome: tuple[Any, BaseException | None] = None, None
         self.seconds = 0.0
+        """Seconds that the call lasted; 0 until it ends."""
 
         def work() -> None:
+            """Call, and store the value or the error, and the seconds."""
             tick = time.monotonic()
             try:
                 self._outcome = call(), None
@@ -25,7 +27,7 @@ class OnThread:
         self._thread.start()
 
     def done(self) -> bool:
-        """Return True if the call has ended."""
+        """Return True if the call has ended, by a value or by an error."""
         return not self._thread.is_alive()
 
     def wait(self, seconds: float) -> None:
@@ -33,7 +35,10 @@ class OnThread:
         self._thread.join(seconds)
 
     def result(self, stopped: Callable[[], bool] | None = None) -> Any:
-        """Wait for the call, and return its value or raise its error; return None if `stopped` becomes true first."""
+        """Wait for the call, and return its value or raise its error.
+
+        Return None as soon as `stopped`, polled every 0.2 s, is true; the call then runs on.
+        """
         while not self.done():
             if stopped is not None and stopped():
                 return None

@@ -17,7 +17,7 @@ from autoshard.errors import UserError
 
 
 def end_with_stdin() -> None:
-    """Exit this process as soon as its stdin is closed, which means that the process that started it is gone."""
+    """Exit this process with code 0 as soon as its stdin is closed, as the process that started it is then gone."""
     when_stdin_ends(lambda: os._exit(0))
 
 
@@ -25,7 +25,8 @@ def when_stdin_ends(call: Callable[[], None]) -> None:
     """Start a thread that calls `call` when the other end of this process's stdin is closed.
 
     The thread notices the end even while this process imports or works, and before unread messages are read. A thread
-    that reads messages would notice the end only after them.
+    that reads messages would notice the end only after them. No thread starts if stdin is no pipe or the system has no
+    `poll`.
     """
     if not hasattr(select, "poll") or not stat.S_ISFIFO(os.fstat(0).st_mode):
         return
@@ -69,9 +70,10 @@ def python_command(module: str, *arguments: str, watched: bool = True) -> list[s
 
 
 def run_script(script: str, seconds: float) -> tuple[str, str, int] | None:
-    """Run a script in a Python process; return its stdout, stderr and exit code, or None after `seconds`.
+    """Run the text of a script in a Python process; return its stdout, stderr and exit code.
 
-    The process imports nothing from the working directory.
+    A process that runs longer than `seconds` is killed, and the result is None. The process has no stdin and imports
+    nothing from the working directory.
     """
     try:
         done = subprocess.run(
@@ -97,7 +99,10 @@ def collect_seldom() -> None:
 
 @contextlib.contextmanager
 def collecting_seldom() -> Iterator[None]:
-    """Run the garbage collector seldom within the `with` block, and restore the thresholds afterwards."""
+    """Run the garbage collector seldom within the `with` block, and restore the thresholds afterwards.
+
+    Higher thresholds stay, and a collector that is disabled stays disabled.
+    """
     before = gc.get_threshold()
     if before[0]:  # the collector is enabled
         gc.set_threshold(*map(max, before, _SELDOM))
@@ -131,7 +136,7 @@ scratch_folders: set[pathlib.Path] = set()
 
 @contextlib.contextmanager
 def scratch_folder(what: str) -> Iterator[pathlib.Path]:
-    """Create a private temporary folder; delete it after the `with` block, or when a signal ends the command.
+    """Create a private temporary folder, `autoshard-WHAT-...`; delete it after the `with` block or a fatal signal.
 
     A signal during the creation leaves no folder either, because the name is recorded first. `tempfile` creates the
     folder before it registers the cleanup.
@@ -154,7 +159,7 @@ def scratch_folder(what: str) -> Iterator[pathlib.Path]:
 
 
 def _temporary_root() -> pathlib.Path:
-    """Return the folder for temporary files that the environment names, else the system's.
+    """Return the first writable folder of `tempfile.tempdir`, `TMPDIR`, `TEMP`, `TMP` and `/tmp`, else the system's.
 
     `tempfile` writes a test file there to find a writable folder, and a signal at that moment would leave the file
     behind.
@@ -210,7 +215,7 @@ def count_ended(child: int) -> None:
 
 
 def cores() -> int:
-    """Return the number of processor cores that this process may use."""
+    """Return the number of processor cores that this process may use, at least 1."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -23,30 +23,77 @@ HOMES = {
 
 
 class Runner(Protocol):
-    """Runner of one plan on the devices present; `provider("run")(plan)` constructs it."""
+    """Runner of one plan on the devices present; `provider("run")(plan)` constructs it.
 
-    def jit(self, fn: Any, donate_argnums: int | Sequence[int] | None) -> Callable[..., Any]: ...
-    def lower(self, fn: Any, args: Sequence[Any], donate_argnums: int | Sequence[int] | None) -> Any: ...
-    def in_shardings(self) -> tuple[Any, ...]: ...
-    def out_shardings(self) -> tuple[Any, ...]: ...
-    def shard_batch(self, batch: Any) -> Any: ...
-    def load_batches(self, batches: Iterable[Any], ahead: int) -> Iterator[Any]: ...
-    def load_weights(self, path: str | os.PathLike[str], program: Any) -> dict[str, Any]: ...
-    def save_weights(self, params: Mapping[str, Any], folder: str | os.PathLike[str], program: Any) -> Any: ...
-    def torch(self) -> Any: ...
+    Its methods are those of `Plan` of the same names, which documents them in full.
+    """
+
+    def jit(self, fn: Any, donate_argnums: int | Sequence[int] | None) -> Callable[..., Any]:
+        """Return `fn` as one compiled step under the plan."""
+        ...
+
+    def lower(self, fn: Any, args: Sequence[Any], donate_argnums: int | Sequence[int] | None) -> Any:
+        """Return the `jax.stages.Lowered` of `fn` for `args` under the plan."""
+        ...
+
+    def in_shardings(self) -> tuple[Any, ...]:
+        """Return a `NamedSharding` for every argument of the step, in order."""
+        ...
+
+    def out_shardings(self) -> tuple[Any, ...]:
+        """Return a `NamedSharding` for every result of the step, in order."""
+        ...
+
+    def shard_batch(self, batch: Any) -> Any:
+        """Return a pytree of host arrays as `jax.Array`s that are split as planned."""
+        ...
+
+    def load_batches(self, batches: Iterable[Any], ahead: int) -> Iterator[Any]:
+        """Yield `shard_batch` of every batch, sent `ahead` batches in advance."""
+        ...
+
+    def load_weights(self, path: str | os.PathLike[str], program: Any) -> dict[str, Any]:
+        """Load the parameters of the step from a model's safetensors files, split as planned."""
+        ...
+
+    def save_weights(self, params: Mapping[str, Any], folder: str | os.PathLike[str], program: Any) -> Any:
+        """Write the parameters into a folder as safetensors files; return their paths."""
+        ...
+
+    def torch(self) -> Any:
+        """Return the object that applies the plan to torch modules."""
+        ...
 
 
 class Viewer(Protocol):
-    """Viewer of one plan in a notebook; `provider("view")(plan)` constructs it."""
+    """Viewer of one plan in a notebook; `provider("view")(plan)` constructs it.
 
-    def to_frame(self) -> Any: ...
-    def html(self) -> str: ...
-    def plot_time(self) -> Any: ...
-    def plot_memory(self) -> Any: ...
-    def plot_sharding(self, name: str) -> Any: ...
+    Its methods are those of `Plan` of the same names, which documents them in full.
+    """
+
+    def to_frame(self) -> Any:
+        """Return a `pandas.DataFrame` with a row for each argument."""
+        ...
+
+    def html(self) -> str:
+        """Return a short piece of HTML for a cell: the verdict, the plan in words, and the baselines."""
+        ...
+
+    def plot_time(self) -> Any:
+        """Plot the parts of the step time, of plan and baselines, as a `matplotlib` figure."""
+        ...
+
+    def plot_memory(self) -> Any:
+        """Plot the memory of one device at the peak, by kind, as a `matplotlib` figure."""
+        ...
+
+    def plot_sharding(self, name: str) -> Any:
+        """Plot the devices, coloured by their part of the argument `name`, as a `matplotlib` figure."""
+        ...
 
 
 _providers: dict[str, Callable[..., Any]] = {}
+"""Request -> its provider, once the module of the provider is imported."""
 
 
 def provides(request: str) -> Callable[[Provider], Provider]:
@@ -69,6 +116,7 @@ def provider(request: str) -> Callable[..., Any]:
     """Return the provider of `request`, importing its module if needed.
 
     It is `save_plan`, `explain_plan` or the function that draws a graph, or the class of a `Runner` or a `Viewer`.
+    Raises `KeyError` for a request that is not in `HOMES`.
     """
     if request not in _providers:
         importlib.import_module(HOMES[request])

@@ -38,11 +38,11 @@ class _Driver:
         """True if Ray may have processes or tasks to clean up."""
 
     def say(self, *message: object) -> None:
-        """Send a message to the pool."""
+        """Send a message, a tuple whose first element is its kind, to the pool."""
         self.parent.send(pickled(message))
 
     def leave(self) -> None:
-        """Cancel all tasks, end a Ray that this driver started, and exit this process."""
+        """Cancel all tasks, end a Ray that this driver started, and exit this process within `LEAVE_S`."""
         if self.begun:
             signal.setitimer(signal.ITIMER_REAL, LEAVE_S)  # the signal's default ends the process
             with contextlib.suppress(Exception):
@@ -50,7 +50,12 @@ class _Driver:
         os._exit(0)
 
     def connect(self, address: str, kind: str) -> None:
-        """Connect to the cluster, or start one, and report each step. Raises `OSError` if the address is silent."""
+        """Connect to the cluster, or start one, and report each step: `reached`, `imported` and `joined`.
+
+        Raises `OSError` if the address is silent, and any error of Ray.
+
+        - `kind`: one of `OWN`, `NOTED` and `GIVEN`; the address is empty for `OWN`.
+        """
         if kind != OWN:
             _reach(address)
         self.say("reached")
@@ -76,7 +81,11 @@ class _Driver:
     def serve(self, setting: NodeSetting, most: int | None) -> None:
         """Run calls from stdin as Ray tasks, at most `most` at a time, until stdin ends.
 
-        Ray does not retry lost tasks (`max_retries=0`): the pool's caller receives the error and decides.
+        Ray does not retry lost tasks (`max_retries=0`): the pool's caller receives the error and decides. Raises
+        `EOFError` when stdin ends.
+
+        - `setting`: environment that the nodes adopt.
+        - `most`: None for no limit.
         """
         task = self.ray.remote(num_cpus=1, max_retries=0)(run_call)
         shared = self.ray.put(setting)
@@ -84,7 +93,7 @@ class _Driver:
         running: dict[int, Any] = {}
 
         def ended(number: int, future: "concurrent.futures.Future[bytes]") -> None:
-            """Report the outcome of a task to the pool."""
+            """Report the outcome of a task: `value`, `failed` if the task raised, `lost` if its process died."""
             del running[number]
             free.release()  # first, since `say` below may block until the pool has sent more calls
             error = future.exception()
@@ -102,7 +111,10 @@ class _Driver:
 
 
 def main(address: str, kind: str) -> None:
-    """Connect to Ray, report each step, then run calls until stdin ends."""
+    """Connect to Ray, report each step, then run calls until stdin ends.
+
+    After any error report `refused` with one line of text, and exit.
+    """
     driver = _Driver()
     when_stdin_ends(driver.leave)
     try:
@@ -116,13 +128,13 @@ def main(address: str, kind: str) -> None:
 
 
 def _place(address: str) -> tuple[str, int]:
-    """Return the host and port of an address."""
+    """Return host and port of `HOST:PORT` or `ray://HOST:PORT`, the host without the brackets of IPv6."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def _reach(address: str) -> None:
-    """Check that a server listens at the address; raise `OSError` if none does."""
+    """Check that a server listens at the address; raise `OSError` if none does within `ANSWER_S`."""
     try:
         socket.create_connection(_place(address), ANSWER_S).close()
     except OSError as error:
@@ -130,7 +142,10 @@ def _reach(address: str) -> None:
 
 
 def _hear(address: str) -> None:
-    """Check that a gRPC server answers at the address; raise `OSError` if not. A Ray client would retry for ever."""
+    """Check that a gRPC server answers at a `ray://` address; raise `OSError` if none does within `ANSWER_S`.
+
+    A Ray client would retry for ever.
+    """
     import grpc
 
     with grpc.insecure_channel(address.removeprefix("ray://")) as channel:
@@ -141,6 +156,9 @@ def _hear(address: str) -> None:
 
 
 def _line(error: BaseException) -> str:
-    """Return an error's text as one line: the last of a traceback, else the first line, which is Ray's explanation."""
+    """Return an error's text as one line of at most 300 characters, or its type if it has no text.
+
+    It is the last line of a traceback, else the first line, which is Ray's explanation.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return lines[-1 if "Traceback" in str(error) or lines[0].startswith("ray::") else 0][:300]

@@ -21,6 +21,7 @@ NAMES = ("OMP_NUM_THREADS",)
 PACKAGES = ("autoshard", "jax", "jaxlib", "jax-cuda12-plugin", "libtpu", "ortools", "torch", "transformers")
 """Packages whose versions determine plans and compiled programs."""
 _settled: "NodeSetting | None" = None
+"""Setting that this worker process has applied last; None before the first call."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,12 +38,12 @@ class NodeSetting:
 
 
 def setting_here(prepare: str | None = None) -> NodeSetting:
-    """Return the setting of this process."""
+    """Return the environment, working directory and package versions of this process, with `prepare` as given."""
     return NodeSetting(_environment(), os.getcwd(), _versions(), prepare)
 
 
 def run_call(setting: NodeSetting, data: bytes) -> bytes:
-    """Run the pickled call (function, arguments) and return the pickled pair (success, value).
+    """Apply the setting, run the pickled call (function, arguments), and return the pickled pair (success, value).
 
     After an error the value is its text, or the `UserError` itself. A node whose packages differ also answers with a
     `UserError`.
@@ -59,7 +60,7 @@ def run_call(setting: NodeSetting, data: bytes) -> bytes:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment variables that may change a result."""
+    """Return the environment variables of this process that may change a result, by `PREFIXES` and `NAMES`."""
     return {name: value for name, value in os.environ.items() if name.startswith(PREFIXES) or name in NAMES}
 
 
@@ -75,7 +76,10 @@ def _versions() -> dict[str, str | None]:
 
 
 def _settle(setting: NodeSetting) -> None:
-    """Apply the setting to this worker process, once. Raises `UserError` if package versions differ."""
+    """Apply the setting to this worker process, unless it is applied already; raise `UserError` if packages differ.
+
+    Replace the environment variables that may change a result, change to the folder if it exists, and call `prepare`.
+    """
     global _settled
     if setting == _settled:
         return

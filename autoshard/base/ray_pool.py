@@ -35,8 +35,8 @@ class RayPool(concurrent.futures.Executor):
     - `address`: `HOST:PORT` of a cluster that this machine is part of, `ray://HOST:PORT` of any other, or `ray`. For
       `ray` the pool uses `RAY_ADDRESS`, else the cluster that `ray start` noted on this machine. Without either it
       starts a Ray on this machine, which ends with the pool.
-    - `most`: most tasks that run at once.
-    - `prepare`: `module:function` that every worker process calls once, before its first task.
+    - `most`: most tasks that run at once; None for no limit.
+    - `prepare`: `module:function` that every worker process calls once, before its first task; None for none.
 
     Tasks run with this process's environment variables and working directory. A task fails with a message if a node's
     packages differ. The constructor begins to connect, in a separate process. Raises `UserError` if Ray is not
@@ -84,7 +84,7 @@ class RayPool(concurrent.futures.Executor):
             raise
 
     def _refusal(self, why: str = "it ended") -> str:
-        """Return the error message for a failed connection, with a hint on how to correct the address."""
+        """Return the error message for a failed connection, with the reason `why` and a hint to correct the address."""
         if not self._address:
             return f"--on {self._given}: Ray cannot be started on this machine ({why})."
         hint = "."
@@ -99,10 +99,12 @@ class RayPool(concurrent.futures.Executor):
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "concurrent.futures.Future[Any]":
         """Schedule a call and return the future of its result. Call, arguments and result must be picklable.
 
-        The future's error is the call's own `UserError`, or a `RuntimeError` with the text of any other exception. It
-        is a `BrokenExecutor` if the worker process or its node dies, or if the result is lost with a node. Raises
-        `RuntimeError` after `shutdown`, when the cluster is gone, and for keyword arguments. Raises `UserError` as
-        `connect` does.
+        The future counts as running at once, so that it cannot be cancelled. Its error is the call's own `UserError`,
+        or a `RuntimeError` with the text of any other exception. It is a `BrokenExecutor` if the worker process or its
+        node dies, or if the result is lost with a node.
+
+        Raises `RuntimeError` after `shutdown`, when the cluster is gone, and for keyword arguments. Raises `UserError`
+        as `connect` does.
         """
         if kwargs:
             raise RuntimeError("keyword arguments cannot be sent to another process")
@@ -121,7 +123,11 @@ class RayPool(concurrent.futures.Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = True) -> None:
-        """Cancel all calls and end a Ray that the pool started; with `wait`, wait until the driver process ends."""
+        """Cancel all calls, running ones too, and end a Ray that the pool started; `cancel_futures` changes nothing.
+
+        Unresolved futures get a `BrokenExecutor`. With `wait`, wait up to `LEAVE_S` for the driver process, then kill
+        it.
+        """
         with self._lock:
             self._ended = True
         self._driver.hang_up()
@@ -131,12 +137,14 @@ class RayPool(concurrent.futures.Executor):
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # after an interrupt the driver cleans up without us
+        """Call `shutdown`, which waits for the driver process unless an interrupt ended the block."""
+        # After an interrupt the driver cleans up without this process.
         self.shutdown(wait=kind is None or issubclass(kind, Exception))
 
     def _listen(self) -> None:
-        """Read the driver's messages until it ends: resolve futures and queue other messages; then fail the futures
-        left.
+        """Read the driver's messages until it ends: resolve futures, and queue other messages for `connect`.
+
+        At the end fail the futures left with `BrokenExecutor`.
         """
         with contextlib.suppress(EOFError, OSError, ValueError):
             while True:
@@ -156,7 +164,9 @@ class RayPool(concurrent.futures.Executor):
 
 
 def _settle(future: "concurrent.futures.Future[Any]", kind: str, answer: Any) -> None:
-    """Set the result or the error of a future from the driver's answer.
+    """Set the result or the error of a future from the driver's answer, as `RayPool.submit` describes.
+
+    A node without autoshard becomes a `UserError`, and a result that cannot be unpickled a `RuntimeError`.
 
     - `kind`: `value` if the task returned, `failed` if it raised, `lost` if its process or node died.
     - `answer`: pickled pair (success, value) for `value`, else the text of the error.

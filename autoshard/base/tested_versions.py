@@ -10,11 +10,13 @@ class VersionSet:
     """Versions of packages that were installed together while the tests passed."""
 
     name: str
+    """Short name of the set in tables."""
     day: str
     """Date of the last run, year first."""
     versions: Mapping[str, str]
     """Version of each package, and of `python`; a package that is not listed was not installed or not used."""
     tests: str
+    """Commands that ran the tests."""
     left_out: str
     """Tests that were not run, with the reason; empty if all were."""
 
@@ -68,7 +70,10 @@ TESTED = (
 
 
 def known_versions(package: str) -> str:
-    """Return the tested versions of a package, oldest first, joined for a sentence ("1.0, 1.1 and 2.0")."""
+    """Return the tested versions of a package, oldest first, joined for a sentence ("1.0, 1.1 and 2.0").
+
+    Empty if no set has the package.
+    """
     versions = {each.versions[package] for each in TESTED if package in each.versions}
     ordered = sorted(versions, key=lambda version: [int(number) for number in re.findall(r"\d+", version)])
     return " and ".join(filter(None, [", ".join(ordered[:-1]), *ordered[-1:]]))
@@ -80,5 +85,5 @@ def minor_of(version: str) -> tuple[int, ...]:
 
 
 def newer_than_tested(package: str, version: str) -> bool:
-    """Return True if a package's minor version is later than every tested one."""
+    """Return True if a package's minor version is later than every tested one, or if no set has the package."""
     return all(minor_of(version) > minor_of(each.versions.get(package, "")) for each in TESTED)

@@ -11,7 +11,7 @@ _DECIMAL = ("", "k", "M", "G", "T", "P", "E")
 
 
 def format_bytes(size: float) -> str:
-    """Format bytes with a binary prefix: `1536` as `1.50 KiB`."""
+    """Format bytes with a binary prefix up to `PiB`: `1536` as `1.50 KiB`; below 1024 as a whole number, `512 B`."""
     value = float(size)
     for unit in _BINARY:
         if abs(value) < 1024 or unit == _BINARY[-1]:
@@ -21,7 +21,7 @@ def format_bytes(size: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format seconds with a fitting unit: `0.0123` as `12.3 ms`."""
+    """Format seconds with three digits and a unit from `s` to `ps`: `0.0123` as `12.3 ms`, `90` as `90 s`."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")):
         if abs(seconds) >= scale:
             return f"{seconds / scale:.3g} {unit}"
@@ -29,7 +29,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(value: float, unit: str = "") -> str:
-    """Format a number with a decimal prefix: `1.5e12, "FLOP"` as `1.50 TFLOP`."""
+    """Format a number with three digits and a decimal prefix up to `E`: `1.5e12, "FLOP"` as `1.5 TFLOP`."""
     number = float(value)
     for prefix in _DECIMAL:
         if abs(number) < 1000 or prefix == _DECIMAL[-1]:
@@ -39,7 +39,10 @@ def format_count(value: float, unit: str = "") -> str:
 
 
 def dtype_bits(dtype: str) -> int:
-    """Return the bits of one element: 16 for `bfloat16`, 4 for `int4`, 8 for `bool`, 64 for `key<fry>`."""
+    """Return the bits of one element: 16 for `bfloat16`, 4 for `int4`, 8 for `bool`, 64 for `key<fry>`.
+
+    These are the first number in the name, and 8 for a name without one. Other kinds of keys have 128 bits.
+    """
     if dtype.startswith("key<"):
         return 64 if dtype == "key<fry>" else 128  # threefry has two words, the others four
     digits = re.search(r"\d+", dtype)

@@ -46,6 +46,7 @@ class Job:
     """One call. The call, its arguments and its result must be picklable, except for shared objects."""
 
     key: Hashable
+    """Name of the job for the code that created it; the worker ignores it."""
     call: Callable[..., Any]
     arguments: tuple[Any, ...]
     stoppable: bool = False
@@ -77,6 +78,7 @@ class Shared:
 
     name: str
     thing: object
+    """The object in this process."""
     sent: object
     """Object that workers receive in place of `thing`; None once `data` replaces it."""
     data: bytes | None = None
@@ -96,7 +98,7 @@ class _Pickler(pickle.Pickler):
 
 
 def pickled(message: object, names: Mapping[int, str] | None = None) -> bytes:
-    """Serialise a message; `names` maps the `id` of each shared object to its name."""
+    """Return a message as a pickle; `names` maps the `id` of each shared object to the name that replaces it."""
     if not names:
         return pickle.dumps(message, protocol=5)
     file = io.BytesIO()
@@ -121,7 +123,7 @@ _HEAD = struct.Struct("<qq")
 
 
 def _write(file: IO[bytes], data: bytes, number: int) -> None:
-    """Write a message."""
+    """Write a message, its head and its bytes, and flush the file."""
     file.write(_HEAD.pack(number, len(data)))
     file.write(data)
     file.flush()
@@ -179,7 +181,10 @@ class Child:
         return not self._ended and self._process.poll() is None
 
     def send(self, data: bytes, number: int = 0) -> None:
-        """Send a message to the process."""
+        """Send a message to the process; `number` is that of its job, else 0.
+
+        Raises `OSError` or `ValueError` if its stdin is closed.
+        """
         with self._speaking:
             _write(self._into, data, number)
 
@@ -188,7 +193,10 @@ class Child:
         return _read(self._source)
 
     def how_it_ended(self) -> str:
-        """Return a predicate that explains the end of the process."""
+        """Return a predicate that explains the end of the process, such as `ended with code 1`.
+
+        It is `closed its pipe` if the process still runs after a second.
+        """
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._process.wait(1.0)
             return f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
@@ -200,7 +208,10 @@ class Child:
             self._into.close()
 
     def end(self, patience_s: float = 0.0) -> None:
-        """End the process with SIGKILL, and close its pipes. With patience, hang up and wait so many seconds first."""
+        """End the process with SIGKILL, and close its pipes; a second call does nothing.
+
+        With patience, hang up first, and kill only if the process has not ended after so many seconds.
+        """
         with self._ending:
             if self._ended:
                 return
@@ -213,7 +224,10 @@ class Child:
             self._source.close()
 
     def _leaves(self, patience_s: float) -> bool:
-        """Close stdin, and return True if the process then ends within so many seconds."""
+        """Close stdin, and return True if the process then ends within so many seconds.
+
+        Without patience return False at once, and leave stdin open.
+        """
         if patience_s > 0:
             self.hang_up()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -222,7 +236,7 @@ class Child:
         return False
 
     def _kill(self) -> None:
-        """Kill the process, or all processes of its own session, and wait until they are gone."""
+        """Kill the process, or all processes of its own session, and wait until they are gone, `GROUP_S` at most."""
         if not self._session:
             self._process.kill()
             self._process.wait()
@@ -263,8 +277,10 @@ class Worker(Child):
     def call(self, job: Job, shared: Sequence[Shared] = ()) -> tuple[Any, float]:
         """Run a job in the worker and return its result and the processor seconds that it used.
 
-        Shared objects that the worker lacks are sent first, and those no longer in `shared` are dropped. Raises the
-        call's own `UserError`, a `RuntimeError` with the text of any other `Exception`, or `WorkerEnded`.
+        Shared objects that the worker lacks are sent first, and those no longer in `shared` are dropped. For a job that
+        raised `Stopped` the result is that exception. A worker runs one call at a time.
+
+        Raises the call's own `UserError`, a `RuntimeError` with the text of any other `Exception`, or `WorkerEnded`.
         """
         try:
             for name in self._things.keys() - {each.name for each in shared}:
@@ -298,7 +314,10 @@ class Worker(Child):
 
 
 class Parent:
-    """Pipes from a child process to the process that started it. Output that libraries print goes to stderr."""
+    """Pipes from a child process to the process that started it, over the child's stdin and stdout.
+
+    Its constructor redirects descriptor 1, so that output of libraries goes to stderr.
+    """
 
     def __init__(self) -> None:
         self._sink = os.fdopen(os.dup(1), "wb")
@@ -306,7 +325,7 @@ class Parent:
         self._speaking = threading.Lock()
 
     def send(self, data: bytes, number: int = 0) -> None:
-        """Send a message. Without a reader there is nothing to do, since this process ends with its stdin."""
+        """Send a message; ignore a parent that is gone, since this process ends with its stdin."""
         with self._speaking, contextlib.suppress(OSError):
             _write(self._sink, data, number)
 
@@ -316,7 +335,13 @@ class Parent:
 
 
 def main(prepare: str | None = None) -> None:
-    """Run as a worker: execute the jobs that arrive on stdin, and exit when stdin ends."""
+    """Run as a worker: execute the jobs that arrive on stdin, and exit when stdin ends.
+
+    Each answer is (success, value, seconds of the job, seconds so far), pickled. After an error the value is the
+    `UserError` or the text of another exception; for a job that was stopped it is its `Stopped`.
+
+    - `prepare`: `module:function` to call first, or a module to import first.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles the interrupt and ends its workers
     collect_seldom()
     parent = Parent()
@@ -360,7 +385,7 @@ class _Inbox:
         """Number of the current job, and the event that stops it."""
 
     def listen(self) -> None:
-        """Read messages until stdin ends; then exit the process."""
+        """Read messages until stdin ends; then exit the process. An empty message stops the job of its number."""
         while True:
             try:
                 number, data = self._parent.receive()
@@ -375,7 +400,10 @@ class _Inbox:
                 stop.set()
 
     def next_job(self) -> tuple[int, Callable[..., Any], tuple[Any, ...]]:
-        """Wait for the next job; return its number, its call and the arguments."""
+        """Share and drop objects until a job arrives; return its number, its call (`stop` bound) and the arguments.
+
+        A message that cannot be unpickled ends the process with code 1.
+        """
         while True:
             number, data = self._waiting.get()
             try:

@@ -29,9 +29,9 @@ def as_ended(
 ) -> Iterator[tuple[int, _V]]:
     """Run a call for each item in an executor and yield pairs (number of the item, result) as the calls end.
 
-    Calls begin while `items` is still being iterated. A call whose worker died is retried. Raises the exceptions of
-    calls, and `BrokenExecutor` if workers die `RETRIES + 1` times during one call or if the executor accepts no more
-    calls.
+    Calls begin while `items` is still being iterated, but results are yielded only after its end. A call whose worker
+    died is retried. Raises the exceptions of calls, and `BrokenExecutor` if workers die `RETRIES + 1` times during one
+    call or if the executor accepts no more calls.
     """
     submitted: list[_T] = []
     running: dict[concurrent.futures.Future[_V], tuple[int, int]] = {}
@@ -58,7 +58,7 @@ def as_ended(
 class HelperPool(concurrent.futures.Executor):
     """Executor of at most `count` helper processes, started as calls arrive.
 
-    - `prepare`: `module:function` that a helper calls before its first call.
+    - `prepare`: `module:function` that a helper calls before its first call; None for none.
     """
 
     def __init__(self, count: int, prepare: str | None = None) -> None:
@@ -89,7 +89,10 @@ class HelperPool(concurrent.futures.Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = True) -> None:
-        """End all processes at once, running calls included, and cancel the calls that have not begun."""
+        """End all processes at once, and cancel the calls that have not begun; `cancel_futures` changes nothing.
+
+        Running calls get a `BrokenExecutor`. With `wait`, wait up to `JOIN_S` for each thread of the pool.
+        """
         with self._lock:
             self._ended = True
             for helper in self._helpers:
@@ -101,7 +104,7 @@ class HelperPool(concurrent.futures.Executor):
             thread.join(JOIN_S)
 
     def _serve(self) -> None:
-        """Run waiting calls in one helper, which starts with the first call and is replaced if it dies."""
+        """Run waiting calls in one helper until `shutdown`; start it with the first call, and replace it if it dies."""
         helper = None
         while not self._ended:
             try:

@@ -47,7 +47,9 @@ class Work(Protocol):
         ...
 
     @property
-    def finished(self) -> bool: ...
+    def finished(self) -> bool:
+        """True if every job is done, so that no more can follow."""
+        ...
 
 
 class WorkerCrew:
@@ -97,12 +99,15 @@ class WorkerCrew:
             self._shared[name] = Shared(name, thing, thing if sent is None else sent)
 
     def drop(self, name: str) -> None:
-        """Stop sharing the object of this name."""
+        """Stop sharing the object of this name, if there is one."""
         with self._changed:
             self._shared.pop(name, None)
 
     def _write_shared(self) -> None:
-        """Serialise the shared objects, once for all helpers. This process runs no job while it serialises."""
+        """Serialise the shared objects, once for all helpers; if one cannot be pickled, end the helpers.
+
+        This process runs no job while it serialises.
+        """
         earlier: dict[int, str] = {}
         for each in self._shared.values():
             if each.data is None:
@@ -116,7 +121,10 @@ class WorkerCrew:
             earlier[id(each.thing)] = each.name
 
     def run(self, work: Work) -> None:
-        """Run jobs here and in the helpers until the work is finished; helpers then get no more of its jobs."""
+        """Run jobs here and in the helpers until the work is finished; helpers then get no more of its jobs.
+
+        Errors of jobs that run here are raised. A helper whose job fails is ended, and another process does the job.
+        """
         with self._changed:
             if self._helpers:
                 self._write_shared()
@@ -136,7 +144,7 @@ class WorkerCrew:
                 self._stop_outdated()
 
     def _do(self, work: Work, job: Job) -> None:
-        """Run one job in this process."""
+        """Run one job in this process and hand its result to the work, or the job back if it raised `Stopped`."""
         stop = threading.Event()
         with self._changed:
             self._running[HERE] = work, job, stop.set
@@ -155,7 +163,7 @@ class WorkerCrew:
             self._changed.notify_all()
 
     def _stop_outdated(self) -> None:
-        """Stop the running jobs whose results are no longer needed."""
+        """Stop the running stoppable jobs of other works, and those that the work calls outdated."""
         for work, job, stop in self._running.values():
             if job.stoppable and (work is not self._work or work.outdated(job)):
                 stop()
@@ -163,7 +171,10 @@ class WorkerCrew:
     def map(
         self, call: Callable[..., Any], items: Sequence[Any], arguments: Callable[[Any], tuple[Any, ...]]
     ) -> list[Any]:
-        """Return the call's result for each item, in order; `arguments` is called when the item's job is created."""
+        """Return the call's result for each item, in order; `arguments` maps an item to the call's arguments.
+
+        It is called in this process when the item's job is created. Errors are raised as in `run`.
+        """
         work = _Listed(call, items, arguments)
         self.run(work)
         return [work.values[number] for number in range(len(items))]
@@ -185,13 +196,15 @@ class WorkerCrew:
             helper.end()
 
     def __enter__(self) -> "WorkerCrew":
+        """Return the crew itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """End the helpers, also after an error."""
         self.end()
 
     def _start(self) -> None:
-        """Start the helpers that are due, and a thread for each."""
+        """Start the helpers that are not started yet, and a thread for each; go on with fewer if one cannot start."""
         if not self._to_start:
             return
         with self._changed:
@@ -232,7 +245,7 @@ class WorkerCrew:
         return None
 
     def _serve(self, helper: Worker, slot: int) -> None:
-        """Give one helper jobs until the crew ends or the helper fails."""
+        """Give one helper jobs until the crew ends or a job fails; then hand that job back and end the helper."""
         while (assignment := self._next(slot)) is not None:
             work, job, shared = assignment
             try:
@@ -259,7 +272,10 @@ class WorkerCrew:
 
 
 def helpers_here() -> int:
-    """Return the number of helpers for which this machine has cores, in addition to this process."""
+    """Return the number of helpers for which this machine has cores beyond that of this process.
+
+    The number is from 0 to `MOST_HELPERS`.
+    """
     return min(MOST_HELPERS, cores() - 1)
 
 
@@ -274,20 +290,25 @@ class _Listed:
         self.values: dict[int, Any] = {}
 
     def take(self, slot: int) -> Job | None:
+        """Return the job of the first waiting item; None if none is waiting."""
         if not self.waiting:
             return None
         number = self.waiting.pop(0)
         return Job(number, self.call, self.arguments(self.items[number]))
 
     def put(self, job: Job, slot: int, value: Any) -> None:
+        """Store the result under the number of its item."""
         self.values[job.key] = value  # type: ignore[index]
 
     def lose(self, job: Job) -> None:
+        """Put the item first in the queue again."""
         self.waiting.insert(0, job.key)  # type: ignore[arg-type]
 
     def outdated(self, job: Job) -> bool:
+        """Return False, since every result is needed."""
         return False
 
     @property
     def finished(self) -> bool:
+        """True if every item has its result."""
         return len(self.values) == len(self.items)

@@ -14,7 +14,9 @@ from autoshard.errors import Terminated, UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 0, 1 past a tolerance, 2 for bad input.
+    """Run the command and return its exit code: 0, 1 past a tolerance, 2 for bad input, 130 or 143 after a signal.
+
+    Errors become one line on stderr; `--debug` adds the traceback. A reader that closes the pipe early is no error.
 
     Without `argv` the command owns its process: `main` installs signal handlers and process settings.
     """
@@ -72,7 +74,7 @@ def _check_place() -> None:
 
 
 def _sentence(error: BaseException) -> str:
-    """Return an error's message as one printable line."""
+    """Return an error's message as one printable line, for `OSError` with the file and for `MemoryError` a remedy."""
     if isinstance(error, MemoryError):
         return f"there is not enough memory ({str(error) or 'the system gives no more'}); give the process more."
     if isinstance(error, OSError) and not isinstance(error, UserError):
@@ -92,7 +94,7 @@ def _say(line: str) -> None:
 def _redirected_stdout() -> Iterator[TextIO]:
     """Send the stdout of libraries and of the user's file to stderr; yield a stream on the true stdout.
 
-    Raises `UserError` if the answer cannot be written.
+    Raises `UserError` if the answer cannot be written, and `BrokenPipeError` if its reader is gone.
     """
     answer = sys.stdout
     answer.flush()

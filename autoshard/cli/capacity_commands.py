@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 def run_degrees(arguments: argparse.Namespace, answer: TextIO) -> int:
-    """Run `autoshard degrees`."""
+    """Run `autoshard degrees`: print the priced plans and write the first one's configuration to `--out`; return 0.
+
+    Raises `UserError` as `gpu_decoder` and `choose_degrees` do.
+    """
     need_no_accelerator()  # nothing is traced or run
     from autoshard.base.files import write_whole
     from autoshard.degrees import DEGREE_FORMS, choose_degrees, degree_figures, degree_report, gpu_decoder
@@ -38,7 +41,11 @@ def run_degrees(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def run_estimate(arguments: argparse.Namespace, answer: TextIO) -> int:
-    """Run `autoshard estimate`. Raises `UserError` if the program is no configuration or no estimate succeeds."""
+    """Run `autoshard estimate`: print memory and step time on every topology from closed formulas; return 0.
+
+    A model that the formulas do not cover is traced instead. Topologies that fail are listed next to the others. Raises
+    `UserError` if the program is no configuration or every topology fails.
+    """
     need_no_accelerator()
     from autoshard.cost import find_topologies
     from autoshard.planning import settled_options
@@ -78,7 +85,9 @@ def run_estimate(arguments: argparse.Namespace, answer: TextIO) -> int:
 def report_serving(arguments: argparse.Namespace, figures: dict[str, Any], answer: TextIO) -> int:
     """Write the page of `autoshard report` for the output of `autoshard serve-plan --json`.
 
-    Raises `UserError` for flags that do not apply, or without `--out`.
+    Return 0. Raises `UserError` for flags that do not apply, or without `--out`.
+
+    - `figures`: the parsed JSON of that output.
     """
     from autoshard.cost import load_chip
     from autoshard.report import write_text
@@ -99,7 +108,11 @@ def report_serving(arguments: argparse.Namespace, figures: dict[str, Any], answe
 
 
 def run_serve_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
-    """Run `autoshard serve-plan`. Raises `UserError` for a program that is no configuration."""
+    """Run `autoshard serve-plan`: print the ways to serve within the limits of latency; return 0.
+
+    `--check` also plans traced steps of the best way, and `--jax` writes its shardings. Raises `UserError` for a
+    program that is no configuration.
+    """
     need_no_accelerator()
     from autoshard.report import write_text
     from autoshard.serving import (
@@ -134,14 +147,18 @@ def run_serve_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def run_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
-    """Run `autoshard sweep`."""
+    """Run `autoshard sweep`, here or on the Ray cluster of `--on`; return 0. Raises `UserError` as `_swept` does."""
     need_no_accelerator()
     with ray_of(arguments) as pool:
         return _swept(arguments, answer, pool)
 
 
 def _swept(arguments: argparse.Namespace, answer: TextIO, pool: "RayPool | None") -> int:
-    """Plan every topology, batch and remat variant, and print the rows. Raises `UserError` if no row has a plan."""
+    """Plan every topology, batch and remat variant, print the rows, and draw `--plot`; return 0.
+
+    Plans are made in `pool`, else in `--jobs` processes (default: one a core), in this one if that is a single one.
+    Raises `UserError` if no topology is left, and after printing if no row has a plan.
+    """
     configure_imports()
     from autoshard.base.worker_pool import HelperPool
     from autoshard.cost import Topology, load_chip
@@ -187,9 +204,10 @@ def _swept(arguments: argparse.Namespace, answer: TextIO, pool: "RayPool | None"
 
 
 def report_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
-    """Print or write the report of a saved sweep: its table, or a page.
+    """Print the table of a saved sweep, or write its page to `--out`; return 0.
 
-    Raises `UserError` for flags that do not apply, or for a sweep without rows.
+    With `--plans` also write the page of each plan, into the folder of `_folder_of`. Raises `UserError` for flags that
+    do not apply, or for a sweep without rows.
     """
     from autoshard.cost import Topology, load_chip
     from autoshard.planning import read_sweep
@@ -201,7 +219,7 @@ def report_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
     prices = {load_chip(chip).name: price for chip, price in arguments.price.items()}
 
     def place(row: "SweepRow") -> tuple[str, int, str, int, str]:
-        """Return the sort key of a row."""
+        """Return the sort key of a row: chip, chips, topology, batch and remat variant."""
         return row.chip, Topology.parse(row.topology).num_chips, row.topology, row.batch or 0, row.remat or ""
 
     rows = sorted(read_sweep(arguments.plan).values(), key=place)
@@ -228,12 +246,12 @@ def report_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def _folder_of(page: Path) -> Path:
-    """Return the folder for the pages of plans, next to the page of their sweep."""
+    """Return the folder for the pages of plans, next to the page of their sweep: `sweep-plans` for `sweep.html`."""
     return page.with_name(f"{page.stem}-plans")
 
 
 def _make_folder(folder: Path) -> None:
-    """Create a folder; raise `UserError` if that fails."""
+    """Create a folder unless it exists; raise `UserError` if that fails, also if its parent does not exist."""
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
@@ -241,7 +259,10 @@ def _make_folder(folder: Path) -> None:
 
 
 def _plan_pages(arguments: argparse.Namespace, rows: "Sequence[SweepRow]") -> dict[str, tuple[Path, str]]:
-    """Map the plan file of each row that has one to its page's file and text."""
+    """Return the file and text of the page of each row's plan, by the name of the plan file; rows may lack one.
+
+    Raises `UserError` without `--out`, for a sweep without plans, a file outside its folder, or a page over a plan.
+    """
     from autoshard.planning import load_plan
     from autoshard.report import html_report
 
@@ -262,7 +283,10 @@ def _plan_pages(arguments: argparse.Namespace, rows: "Sequence[SweepRow]") -> di
 
 
 def _topologies(arguments: argparse.Namespace) -> list[str]:
-    """Return the names of topologies that match the patterns and `--chips`. Raises `UserError` if there are none."""
+    """Return the names of topologies that match a pattern and have at most `--chips` chips, without duplicates.
+
+    Raises `UserError` if there are none.
+    """
     from autoshard.cost import find_topologies
 
     matches = {each.name: each for pattern in arguments.topology for each in find_topologies(pattern)}

@@ -32,7 +32,11 @@ PROFILED_STEPS = 3
 
 
 def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:
-    """Run `autoshard measure`; return 1 if a check failed. Raises `UserError` for flags that contradict each other."""
+    """Run `autoshard measure`: run the step of `--plan`, or of a plan made for `--topology`, on the devices here.
+
+    Return 1 if a check failed, else 0. Raises `UserError` with both flags or neither, for planning flags next to
+    `--plan`, and for missing devices.
+    """
     from autoshard.cost import Topology
     from autoshard.exec import measure, measurement_figures
     from autoshard.planning import Running, load_plan, make_plan
@@ -68,7 +72,10 @@ def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 def run_compile(arguments: argparse.Namespace, answer: TextIO) -> int:
     # The compiler runs in a separate process; JAX only traces in this one.
-    """Run `autoshard compile`; return 1 if the program does not fit."""
+    """Run `autoshard compile`: compile the plan without devices, and print the report; write the HLO to `--hlo`.
+
+    Return 1 if the program does not fit, else 0. Raises `UserError` as `compile_plan` does.
+    """
     need_no_accelerator()
     from autoshard.exec import Verdict, compile_figures, compile_lines, compile_plan
     from autoshard.planning import load_plan
@@ -89,7 +96,10 @@ def run_compile(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def run_compare(arguments: argparse.Namespace, answer: TextIO) -> int:
-    """Run `autoshard compare`. Raises `UserError` for `--on` without `--compile`."""
+    """Run `autoshard compare`: print our plan next to the baselines, compiled or measured if asked; return 0.
+
+    Raises `UserError` for `--on` without `--compile`, and as `_compare` does.
+    """
     if arguments.on and not arguments.compile:
         raise UserError("--on is for --compile: what is measured runs on the devices that are here.")
     from autoshard.cost import Topology
@@ -104,7 +114,10 @@ def run_compare(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def _compare(arguments: argparse.Namespace, answer: TextIO, pool: "RayPool | None") -> int:
-    """Plan, compile or measure our plan and the baselines, and print them side by side."""
+    """Plan, compile or measure our plan and the baselines, and print them side by side; return 0.
+
+    A plan that cannot be compiled or measured gets a row with its error. Raises `UserError` if that is every row.
+    """
     from autoshard.exec import compile_figures, compile_plans, measure, measurement_figures
     from autoshard.planning import Running, make_plan
     from autoshard.report import ComparisonRow, candidates, comparison_figures, comparison_report
@@ -143,7 +156,7 @@ def _compare(arguments: argparse.Namespace, answer: TextIO, pool: "RayPool | Non
 
 
 def run_diff(arguments: argparse.Namespace, answer: TextIO) -> int:
-    """Run `autoshard diff`."""
+    """Run `autoshard diff`: print the differences between two plan files, and their costs; return 0."""
     from autoshard.planning import load_plan
     from autoshard.report import difference, difference_figures, difference_report
 
@@ -156,7 +169,10 @@ def run_diff(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def run_explain(arguments: argparse.Namespace, answer: TextIO) -> int:
-    """Run `autoshard explain`."""
+    """Run `autoshard explain`: reopen the plan's program, price the alternatives of one tensor, and print them.
+
+    Return 0. Raises `UserError` as `reopen` and `explain_plan` do.
+    """
     need_no_accelerator()
     from autoshard.planning import explain_plan, explanation_figures, load_plan, reopen
     from autoshard.report import explanation_report
@@ -178,7 +194,8 @@ def run_explain(arguments: argparse.Namespace, answer: TextIO) -> int:
 def program_source(arguments: argparse.Namespace, plan: "Plan", progress: "ProgressLine") -> str:
     """Return the source of the plan's program, from the arguments or the plan; empty if neither names one.
 
-    A Python file is announced before it runs.
+    Print which program is opened, so that a Python file is announced before it runs. Raises `UserError` if an output
+    of the command is that file.
     """
     source = arguments.program or (plan.source.program if plan.source is not None else "")
     check_unread(arguments, [source])
@@ -192,7 +209,10 @@ def program_source(arguments: argparse.Namespace, plan: "Plan", progress: "Progr
 
 
 def run_export(arguments: argparse.Namespace, answer: TextIO) -> int:
-    """Run `autoshard export`."""
+    """Run `autoshard export`: write the plan in the form `--to`, to `--out` or stdout; return 0.
+
+    Raises `UserError` as `make_export` does, and for a form of bytes without `--out`.
+    """
     need_no_accelerator()  # the program may be traced again, never run
     from autoshard.exports import make_export
     from autoshard.planning import form_named, load_plan, reopen
@@ -230,7 +250,10 @@ def run_export(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def _export_bytes(arguments: argparse.Namespace, plan: "Plan", answer: TextIO) -> int:
-    """Write a plan as a file of bytes, a serialised `jax.export` artifact."""
+    """Write a plan to `--out` as a serialised `jax.export` artifact, and print its figures; return 0.
+
+    Raises `UserError` without `--out`, or if the program cannot be reopened.
+    """
     from autoshard.base.files import write_whole
     from autoshard.exec import jax_export
     from autoshard.planning import reopen
@@ -251,7 +274,8 @@ def _export_bytes(arguments: argparse.Namespace, plan: "Plan", answer: TextIO) -
 def run_report(arguments: argparse.Namespace, answer: TextIO) -> int:
     """Run `autoshard report` on a plan, a sweep, or the output of `autoshard serve-plan`.
 
-    Raises `UserError` for flags that do not apply to that file.
+    Write a page to `--out` and a trace to `--perfetto`; without either, print the report. Return 0. Raises `UserError`
+    for flags that do not apply to that file.
     """
     from autoshard.planning import is_sweep, load_plan
     from autoshard.report import html_report, perfetto_json, plan_figures, read_profile, terminal_report, write_text
@@ -295,7 +319,7 @@ def run_report(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def run_solve(arguments: argparse.Namespace, answer: TextIO) -> int:
-    """Run `autoshard solve`."""
+    """Run `autoshard solve` on a Problem file; return the solver's exit code. `--quiet` drops its stderr."""
     from autoshard.solver.solve_command import run_solve
 
     with contextlib.redirect_stdout(answer), contextlib.ExitStack() as quiet:
@@ -313,7 +337,7 @@ def run_solve(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def run_doctor(arguments: argparse.Namespace, answer: TextIO) -> int:
-    """Run `autoshard doctor`."""
+    """Run `autoshard doctor`: print what is installed and present, and what will work; return 0."""
     from autoshard.report import doctor, doctor_report
 
     environment = doctor()

@@ -28,7 +28,10 @@ PROGRAM_OPTIONS += ("microbatches", "host", "stages", "schedule", "gradient_grou
 
 
 def need_no_accelerator() -> None:
-    """Prevent JAX, and PyTorch/XLA if tracing imports it, from searching for an accelerator."""
+    """Set `JAX_PLATFORMS` and `PJRT_DEVICE` to the CPU, unless the user has set them.
+
+    JAX, and PyTorch/XLA if tracing imports it, then search for no accelerator.
+    """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("PJRT_DEVICE", "CPU")
 
@@ -41,12 +44,17 @@ def open_program(
     recipe: Mapping[str, Any] | None = None,
     plan: "Plan | None" = None,
 ) -> "Program":
-    """Trace the program that the arguments name.
+    """Trace the program that the arguments name, and return it; `--rules` are loaded before, for custom calls.
 
-    - `topology`: if given, a Python file that makes a mesh gets as many CPU devices as the topology has.
+    - `progress`: printer of progress lines.
+    - `topology`: if given, a Python file that makes a mesh gets as many CPU devices as the topology has. Options that
+      depend on the topology are settled for it.
     - `kept`: use the disk cache of traced programs.
     - `recipe`: values for the choices that the program declares.
-    - `plan`: plan of this program; its source supplies the options that no flag sets.
+    - `plan`: plan of this program. Its source supplies the recipe, and the options that no flag sets.
+
+    With `--ignore-constraints` the program has no sharding constraints. Raises `UserError` for a program that cannot be
+    traced, and for an output over a file that the program imports.
     """
     if plan is not None:
         plan.check_one_step()
@@ -78,12 +86,15 @@ def open_program(
 
 
 def _file_of(module: object) -> str | None:
-    """Return the file of a module, from its dict: attribute access makes lazy modules import more."""
+    """Return the file of a module, None if it has none; its dict is read, as attribute access may import more."""
     return getattr(module, "__dict__", {}).get("__file__")
 
 
 def stand_in_devices(source: str, topology: str) -> None:
-    """Start as many CPU devices as the topology has, for a Python program, which may make a mesh."""
+    """Start as many CPU devices as the topology has, if `source` is a Python file, which may make a mesh.
+
+    If JAX runs already with fewer devices, nothing changes and nothing is raised.
+    """
     if source.endswith(".py"):
         from autoshard.cost import Topology
         from autoshard.exec import ensure_devices
@@ -93,7 +104,10 @@ def stand_in_devices(source: str, topology: str) -> None:
 
 
 def start_devices(topology: "Topology") -> None:
-    """Start CPU devices before anything imports jax, or raise `UserError` if the accelerators are missing."""
+    """Start CPU devices for a `cpu` topology before anything imports jax.
+
+    For another topology raise `UserError` if JAX finds only CPU devices; their number is not compared.
+    """
     from autoshard.exec import ensure_devices
 
     if topology.traits.shares_machine:
@@ -133,7 +147,11 @@ def plan_options(arguments: argparse.Namespace) -> "Options":
 
 
 def flag_options(arguments: argparse.Namespace) -> "PlanOptions":
-    """Return the planning options of the flags, as keyword arguments of `autoshard.plan`."""
+    """Return the planning options of the flags, as keyword arguments of `autoshard.plan`.
+
+    The constraints of the user (`--pin`, `--replicate`, ...) stand under `asked`. Raises `UserError` for pins that
+    contradict one another.
+    """
     from autoshard.planning import parameter_specs, read_asked
 
     pairs = {flag: _merged(flag, getattr(arguments, flag)) for flag in ("pin", "forbid", "axis_only")}
@@ -143,13 +161,16 @@ def flag_options(arguments: argparse.Namespace) -> "PlanOptions":
 
 
 def planning_flags(arguments: argparse.Namespace) -> "PlanOptions":
-    """Return the values of the flags in `PLANNING` that were given."""
+    """Return the values of the flags in `PLANNING` by name, without those that are None or that the command lacks."""
     given: Any = {name: value for name in PLANNING if (value := getattr(arguments, name, None)) is not None}
     return given
 
 
 def _merged(flag: str, pairs: list[tuple[str, str]]) -> dict[str, str]:
-    """Merge pairs by name: repeated names join their axes or groups into a list, but repeated pins must agree."""
+    """Merge pairs by name: values of a repeated name are joined by commas, in order.
+
+    Repeated pins are not joined: they must be equal, else `UserError` is raised.
+    """
     merged: dict[str, str] = {}
     for name, value in pairs:
         if name in merged and flag == "pin" and merged[name] != value:
@@ -159,14 +180,17 @@ def _merged(flag: str, pairs: list[tuple[str, str]]) -> dict[str, str]:
 
 
 def out_files(out: Path | None, count: int) -> list[Path]:
-    """Return `plan.json` for the plan, then `plan.2.json` and so on for the other candidates."""
+    """Return `count` files: `plan.json` for the plan, then `plan.2.json` and so on; none if `out` is None."""
     if out is None:
         return []
     return [out, *(out.with_name(f"{out.stem}.{number}{out.suffix}") for number in range(2, count + 1))]
 
 
 def check_outputs(arguments: argparse.Namespace) -> None:
-    """Raise `UserError`, before minutes of work, for an output that cannot be written or is also an input."""
+    """Raise `UserError`, before minutes of work, for an output that cannot be written.
+
+    Two outputs that are one file, and an output that is also an input (`check_unread`), are refused too.
+    """
     for flag, name in arguments.writes.items():
         (_check_place if name in arguments.places else check_writable)(flag, getattr(arguments, name))
     outputs = _outputs(arguments)
@@ -203,7 +227,7 @@ def check_unread(arguments: argparse.Namespace, sources: Iterable[str | Path]) -
 
 
 def _is_file(path: Path) -> bool:
-    """Return True if the path is a file; False if the system rejects the path."""
+    """Return True if the path is a file; False also if the system rejects the path, as one with a NUL."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -211,7 +235,10 @@ def _is_file(path: Path) -> bool:
 
 
 def _outputs(arguments: argparse.Namespace) -> list[tuple[str, Path]]:
-    """Return the files that flags name as outputs, each with its flag."""
+    """Return pairs (flag, file) of the outputs that flags name; a folder stands for the `sweep.json` in it.
+
+    `autoshard plan --out` counts once for each candidate.
+    """
     outputs: list[tuple[str, Path]] = []
     for flag, name in arguments.writes.items():
         path: Path | None = getattr(arguments, name)
@@ -223,14 +250,20 @@ def _outputs(arguments: argparse.Namespace) -> list[tuple[str, Path]]:
 
 
 def _check_place(flag: str, path: Path | None) -> None:
-    """Raise `UserError` unless the path is a writable JSON file, or a folder that exists or can be created."""
+    """Raise `UserError` unless the path is a file with a suffix that can be written, or a folder.
+
+    The folder may exist or be one that can be created; None passes.
+    """
     if path is not None and path.suffix == "" and path.is_file():
         raise UserError(f"{flag} {path} is a file; name one that ends in .json, or a folder.")
     check_writable(flag, path / "sweep.json" if path is not None and path.is_dir() else path)
 
 
 def check_writable(flag: str, path: Path | None) -> None:
-    """Raise `UserError` if no file can be written at the path."""
+    """Raise `UserError` if no file can be written at the path: stdout, a directory, a socket, no permission, no folder.
+
+    None passes.
+    """
     if path is None:
         return
     if str(path) in _STDOUT:
@@ -257,7 +290,10 @@ _STDOUT = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 
 
 def read_json(path: Path, command: str) -> dict[str, Any]:
-    """Return the object that `autoshard COMMAND --json` printed. Raises `UserError` if the file has none."""
+    """Return the object that `autoshard COMMAND --json` printed into a file.
+
+    Raises `UserError` for a file that cannot be read, is not JSON, or is no object with `step_time_s`.
+    """
     try:
         value = files.read_json(path)
     except OSError as error:

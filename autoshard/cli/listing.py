@@ -34,7 +34,10 @@ def model_rows() -> list[dict[str, Any]]:
 
 
 def chip_rows() -> list[dict[str, Any]]:
-    """List the chips: name, bf16 peak, memory that one device may use, bandwidth, and devices of one chip."""
+    """List the chips: name, aliases, and for one chip bf16 peak, bytes and bandwidth of main memory, and devices.
+
+    `memory_bytes` is None for a CPU, which shares the machine's memory.
+    """
     chips = [load_chip(name) for name in chip_names()]
     return [
         {
@@ -50,7 +53,9 @@ def chip_rows() -> list[dict[str, Any]]:
 
 
 def topology_rows(pattern: str | None = None) -> list[dict[str, Any]]:
-    """List the topologies that match a pattern, or all of one slice, with the cloud name of the slice.
+    """List the topologies that match a pattern, or all of one slice, with chips, devices and the slice's cloud name.
+
+    `memory_bytes` is the usable memory of all devices. `slice` is None for several slices and for a slice without name.
 
     Raises `UserError` for a pattern that matches none.
     """
@@ -86,7 +91,7 @@ _SHOWN = {
 
 
 def listing_report(rows: Sequence[dict[str, Any]]) -> RenderableType:
-    """Return a terminal table with one line for each row."""
+    """Return a terminal table with one line for each row, at least one; their keys name the columns, None is blank."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     keys = list(rows[0])
     for key in keys:

@@ -23,10 +23,11 @@ from autoshard.cli.option_values import (
 
 
 def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bool = False) -> None:
-    """Add the program and its options.
+    """Add the argument `PROGRAM`, `--entry`, `--roles`, `--rules`, and the options of hf:CONFIG (None if not given).
 
     - `several`: batches and remat variants are lists.
-    - `auto`: batches, remat variants and microbatches accept `auto`, which leaves the choice to the planner.
+    - `auto`: batches, remat variants, microbatches, stages, schedules and experts accept `auto`, which leaves the
+      choice to the planner.
     """
     chosen = or_auto if auto else lambda parse: parse
     best = "; auto: the fastest" if auto else ""
@@ -139,7 +140,7 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
 
 
 def add_estimated(parser: argparse.ArgumentParser) -> None:
-    """Add the options from which closed formulas compute memory and time of a decoder's step."""
+    """Add `PROGRAM`, the list `--topology` and the options from which closed formulas price a decoder's step."""
     parser.add_argument("program", metavar="PROGRAM", help="hf:CONFIG")
     parser.add_argument(
         "--topology", required=True, type=texts, metavar="T,T,...", help="names or patterns: v5p-256, 'v6e:*' ..."
@@ -169,6 +170,8 @@ def add_output(
 
     The parser's default `writes` maps each flag to its attribute; `places` lists the attributes that may be folders.
 
+    - `flags`: names of the flag; errors use the last one.
+    - `group`: group of the help that shows the flag; None for that of the parser.
     - `force`: help text of `--force`.
     - `place`: the output may be a folder.
     """
@@ -181,8 +184,9 @@ def add_output(
 
 
 def add_planning(parser: argparse.ArgumentParser, required: bool, problem: bool = True) -> None:
-    """Add the options of planning.
+    """Add the options of planning: `--topology`, limits, compiler flags, and the user's constraints.
 
+    - `required`: the command refuses to run without `--topology`.
     - `problem`: the command makes one Problem for each plan, which `--save-problem` writes.
     """
     group = parser.add_argument_group("planning")
@@ -209,7 +213,7 @@ def add_planning(parser: argparse.ArgumentParser, required: bool, problem: bool 
 
 
 def add_flags(group: argparse._ActionsContainer) -> None:
-    """Add the compiler flags."""
+    """Add `--xla-flags`: the compiler flags of the step, or the name of a set of them."""
     group.add_argument(
         "--xla-flags",
         type=xla_flags,
@@ -220,7 +224,7 @@ def add_flags(group: argparse._ActionsContainer) -> None:
 
 
 def add_candidates(parser: argparse.ArgumentParser) -> None:
-    """Add the number of candidates."""
+    """Add `--candidates`: the most plans to offer, by default 1."""
     parser.add_argument(
         "--candidates",
         type=positive,
@@ -231,7 +235,7 @@ def add_candidates(parser: argparse.ArgumentParser) -> None:
 
 
 def add_limits(group: argparse._ActionsContainer) -> None:
-    """Add the mesh, limits and settings of the search."""
+    """Add `--mesh`, `--memory-limit`, `--time-limit`, `--seed`, `--no-refine-axes` and `--no-calibration`."""
     group.add_argument(
         "--mesh",
         metavar="AXIS=N,...",
@@ -256,7 +260,7 @@ def add_limits(group: argparse._ActionsContainer) -> None:
 
 
 def add_cache(parser: argparse.ArgumentParser) -> None:
-    """Add the flag that turns off the disk cache."""
+    """Add `--no-cache`, which turns off the disk cache of traces; `cached` is False then."""
     parser.add_argument(
         "--no-cache",
         dest="cached",

@@ -11,10 +11,10 @@ from autoshard.errors import UserError
 
 
 def pair(form: str) -> Callable[[str], tuple[str, str]]:
-    """Return a parser of `LEFT=RIGHT`; `form` describes it in errors."""
+    """Return a parser of `LEFT=RIGHT`, both not blank; `form` describes it in errors."""
 
     def parse_pair(text: str) -> tuple[str, str]:
-        """Split the text at its first `=`."""
+        """Split the text at its first `=`, and strip both sides."""
         left, equals, right = text.partition("=")
         if not (left.strip() and equals and right.strip()):
             raise argparse.ArgumentTypeError(f"{text!r} is not of the form {form}")
@@ -24,7 +24,7 @@ def pair(form: str) -> Callable[[str], tuple[str, str]]:
 
 
 def texts(text: str) -> list[str]:
-    """Parse a list `A,B,...`; drop duplicates."""
+    """Parse a list `A,B,...` without blank items; strip items and drop duplicates, in the given order."""
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list A,B,...")
@@ -32,12 +32,12 @@ def texts(text: str) -> list[str]:
 
 
 def numbers(text: str) -> list[int]:
-    """Parse a list of positive whole numbers."""
+    """Parse a list `8,16,...` of positive whole numbers."""
     return [positive(part) for part in texts(text)]
 
 
 def remat(text: str) -> str:
-    """Check a remat variant and return it as it is."""
+    """Check a remat variant with `parse_remat` and return it as it is."""
     from autoshard.program import parse_remat
 
     try:
@@ -48,7 +48,7 @@ def remat(text: str) -> str:
 
 
 def experts(text: str) -> str:
-    """Check a mixture of experts and return it as it is."""
+    """Check a dispatch of tokens to experts, such as `slots` or `sorted:8`, and return it as it is."""
     from autoshard.program import parse_experts
 
     try:
@@ -59,7 +59,7 @@ def experts(text: str) -> str:
 
 
 def schedule(text: str) -> str:
-    """Check a pipeline schedule and return its canonical name."""
+    """Check a pipeline schedule and return its canonical name: `interleaved:2` for `interleaved`."""
     from autoshard.cost import make_schedule
     from autoshard.program import check_schedule
 
@@ -72,7 +72,7 @@ def schedule(text: str) -> str:
 
 
 def xla_flags(text: str) -> tuple[str, ...] | str:
-    """Parse compiler flags, or return the name of a set of them."""
+    """Return the name of a set of compiler flags (`FLAG_SETS`) as it is; parse other text into flags `--name=value`."""
     from autoshard.cost import FLAG_SETS, read_flags
 
     try:
@@ -92,7 +92,10 @@ def or_auto(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def remats(text: str) -> list[str]:
-    """Parse remat variants: `none,full,keep=q_proj`. An item `keep=` or `offload=` belongs to the one before it."""
+    """Parse a list of remat variants, and drop duplicates: `none,full,keep=q_proj` is `none` and `full,keep=q_proj`.
+
+    An item `keep=` or `offload=` belongs to the one before it.
+    """
     joined: list[str] = []
     for part in text.split(","):
         if joined and part.strip().startswith(("keep=", "offload=")):
@@ -105,13 +108,17 @@ def remats(text: str) -> list[str]:
 
 
 class Prices(dict[str, float]):
-    """Price of a chip by its name, and the file that lists them, if any."""
+    """Price of one hour of a chip by its name, and the file that lists them; None if the prices stood in the option."""
 
     file: str | None = None
+    """Path of the JSON file, None without one."""
 
 
 def prices(text: str) -> Prices:
-    """Parse `v5p=4.2,v6e=2.7`, or the name of a JSON file with the same content: `{"v5p": 4.2, "v6e": 2.7}`."""
+    """Parse `v5p=4.2,v6e=2.7`, or the name of a JSON file with the same content: `{"v5p": 4.2, "v6e": 2.7}`.
+
+    Prices are positive and finite. Names of chips are not checked here, and a later price of a chip counts.
+    """
     if text.endswith(".json"):
         return _priced(text)
     by_chip = Prices()
@@ -124,7 +131,7 @@ def prices(text: str) -> Prices:
 
 
 def _priced(path: str) -> Prices:
-    """Read the prices in a JSON file."""
+    """Read the prices in a JSON file, at least one, each a positive finite number."""
     from autoshard.base.files import read_json
 
     try:
@@ -144,10 +151,11 @@ def _priced(path: str) -> Prices:
 
 
 _SCALES = {"k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+"""Suffix of a number of tokens -> its factor."""
 
 
 def tokens(text: str) -> float:
-    """Parse a number of tokens: `15T`, `300B`, `5e9`."""
+    """Parse a number of tokens from 1 to 1e21: `15T`, `300B`, `5e9`; the suffixes are k, M, B or G, and T."""
     scale = _SCALES.get(text[-1:], None)
     with contextlib.suppress(ValueError):
         value = float(text[:-1]) * scale if scale else float(text)
@@ -171,7 +179,7 @@ def positive(text: str) -> int:
 
 
 def whole(text: str) -> int:
-    """Parse a whole number of 64 bits."""
+    """Parse a whole number of 64 bits, which may be negative."""
     with contextlib.suppress(ValueError):
         if -(2**63) <= (value := int(text)) < 2**63:
             return value
@@ -192,15 +200,16 @@ def _above_zero(text: str, what: str) -> float:
 
 
 def seconds(text: str) -> float:
-    """Parse a positive number of seconds."""
+    """Parse a positive, finite number of seconds, without a unit."""
     return _above_zero(text, "a positive number of seconds")
 
 
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+"""Unit of a time -> seconds."""
 
 
 def latency(text: str) -> float:
-    """Parse a time such as `500ms` or `0.5s` into seconds; a number without a unit is in seconds."""
+    """Parse a positive time such as `500us`, `500ms` or `0.5s` into seconds; a number without a unit is in seconds."""
     unit = next((unit for unit in _UNITS if text.endswith(unit)), "")
     with contextlib.suppress(argparse.ArgumentTypeError):
         return _above_zero(text.removesuffix(unit), "") * _UNITS.get(unit, 1.0)
@@ -208,12 +217,12 @@ def latency(text: str) -> float:
 
 
 def seconds_or_none(text: str) -> float:
-    """Parse seconds; `inf` stands for no limit."""
+    """Parse a positive number of seconds; the text `inf` is infinity and stands for no limit."""
     return float("inf") if text == "inf" else seconds(text)
 
 
 def tolerance(text: str) -> float:
-    """Parse a finite number that is not negative."""
+    """Parse a finite number from 0 up."""
     with contextlib.suppress(ValueError):
         if 0 <= (value := float(text)) < float("inf"):
             return value
@@ -221,7 +230,10 @@ def tolerance(text: str) -> float:
 
 
 def roles(text: str) -> dict[str, str]:
-    """Parse roles by argument name: `params=parameter,arg3-arg5=batch`. The caller checks that the roles exist."""
+    """Parse roles by argument name: `params=parameter,arg3-arg5=batch`, a span for each argument in it.
+
+    A later role of a name replaces an earlier one. The caller checks that the roles exist.
+    """
     by_name: dict[str, str] = {}
     for part in text.split(","):
         names, equals, role = (piece.strip() for piece in part.partition("="))
@@ -241,12 +253,12 @@ def roles(text: str) -> dict[str, str]:
 
 
 def factor(text: str) -> float:
-    """Parse a positive number."""
+    """Parse a positive, finite number."""
     return _above_zero(text, "a positive number")
 
 
 def gib(text: str) -> int:
-    """Parse gibibytes into bytes."""
+    """Parse a positive number of gibibytes into whole bytes, at least 1 and below 2**63."""
     if (value := _above_zero(text, "a positive number of GiB")) < 2**63 / GIB:
         return max(1, int(value * GIB))
     raise argparse.ArgumentTypeError(f"{text!r} is more GiB than there can be")

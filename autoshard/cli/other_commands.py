@@ -20,7 +20,10 @@ SHELLS = ("bash", "zsh", "tcsh")
 
 
 def run_list(arguments: argparse.Namespace, answer: TextIO) -> int:
-    """Run `autoshard list`. Raises `UserError` for a pattern with names other than topologies."""
+    """Run `autoshard list`: print the models, chips or topologies that can be named; return 0.
+
+    Raises `UserError` for a pattern with names other than topologies, and for a pattern that matches none.
+    """
     if arguments.pattern is not None and arguments.what != "topologies":
         raise UserError(f"a pattern is for topologies: write `autoshard list topologies '{arguments.pattern}'`.")
     from autoshard.cli.listing import chip_rows, listing_report, model_rows, topology_rows
@@ -38,7 +41,7 @@ def run_list(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def run_completion(arguments: argparse.Namespace, answer: TextIO) -> int:
-    """Run `autoshard completion`."""
+    """Run `autoshard completion`: print the script that completes the command in a shell; return 0."""
     import shtab
 
     text = shtab.complete(arguments.whole, arguments.shell)
@@ -50,7 +53,10 @@ def run_completion(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def run_graph(arguments: argparse.Namespace, answer: TextIO) -> int:
-    """Run `autoshard graph`. Raises `UserError` for `--whole` without a picture."""
+    """Run `autoshard graph`: print the counts of a program's graph, and write the graph to `--out`; return 0.
+
+    With `--plan` ops and tensors have specs, times and collectives. Raises `UserError` for `--whole` without a picture.
+    """
     need_no_accelerator()
     from autoshard.planning import load_plan
     from autoshard.report import graph_figures, graph_form, graph_report, write_graph
@@ -78,7 +84,10 @@ def run_graph(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def run_refine(arguments: argparse.Namespace, answer: TextIO) -> int:
-    """Run `autoshard refine`. Raises `UserError` for `--on` with measurements."""
+    """Run `autoshard refine` with the judge `--judge`, else that of the topology's backend; return 0.
+
+    Raises `UserError` for `--on` with measurements, and if devices to measure on are missing.
+    """
     from autoshard.cost import Topology
 
     topology = Topology.parse(arguments.topology)
@@ -93,7 +102,7 @@ def run_refine(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def _refine(arguments: argparse.Namespace, answer: TextIO, pool: "RayPool | None") -> int:
-    """Plan, judge and plan again, and print the result."""
+    """Plan, judge and plan again, print the result, and save the plan that was judged best to `--out`; return 0."""
     from autoshard.exec import refine, refinement_figures
     from autoshard.planning import save_plan
     from autoshard.report import refinement_report
@@ -117,9 +126,10 @@ def _refine(arguments: argparse.Namespace, answer: TextIO, pool: "RayPool | None
 
 
 def run_validate(arguments: argparse.Namespace, answer: TextIO) -> int:
-    """Run `autoshard validate`; return 1 if a figure is past its tolerance.
+    """Run `autoshard validate`: compare predictions with published runs and worked questions, or with `--pairs`.
 
-    Raises `UserError` for flags that apply to `--pairs` only.
+    Return 1 if a figure is past its tolerance, else 0; pairs have no tolerance. Raises `UserError` for flags that apply
+    to `--pairs` only.
     """
     need_no_accelerator()  # models are rebuilt, never run
     if arguments.pairs:
@@ -144,7 +154,10 @@ def run_validate(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def _validate_pairs(arguments: argparse.Namespace, answer: TextIO) -> int:
-    """Compare predictions with measured plans of one model."""
+    """Compare predictions with measured plans of one model, print them and write `--html` and `--plot`; return 0.
+
+    Files of runs on GPUs are passed on to `_validate_gpu_pairs`. Raises `UserError` for `--data` next to `--pairs`.
+    """
     if arguments.data:
         raise UserError(f"--data {arguments.data} and --pairs are two questions: leave one of them out.")
     from autoshard.validation import (
@@ -175,7 +188,10 @@ def _validate_pairs(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def _validate_gpu_pairs(arguments: argparse.Namespace, answer: TextIO) -> int:
-    """Compare predictions with measured runs on GPUs."""
+    """Compare predictions with measured runs on GPUs, and print them; return 0.
+
+    Raises `UserError` for the flags `--compile`, `--html` and `--plot`.
+    """
     for flag in ("compile", "html", "plot"):
         if getattr(arguments, flag):
             raise UserError(f"--{flag} is for measured plans of TPUs; {arguments.pairs} has runs on GPUs.")

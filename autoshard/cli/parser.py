@@ -54,7 +54,7 @@ class _Parser(argparse.ArgumentParser):
     """Function that returns the last lines of the help. It is called for the help only, so it may import rooms."""
 
     def format_help(self) -> str:
-        """Return the help."""
+        """Return argparse's help, with the lines of `last_help` after it."""
         return super().format_help() + ("" if self.last_help is None else f"\n{self.last_help()}")
 
     def error(self, message: str) -> NoReturn:
@@ -63,7 +63,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Parse the command line. Raises `UserError` for a wrong one, with the nearest flag as a hint."""
+    """Parse the command line, without the program's name; `run` of the result is the function of the command.
+
+    Raises `UserError` for a wrong one, with the nearest flag as a hint. Without arguments print the help first.
+    `--help` and `--version` print and raise `SystemExit`.
+    """
     parser = build_parser()
     if not argv:
         parser.print_help(sys.stderr)
@@ -95,7 +99,7 @@ def _joined(argv: list[str]) -> list[str]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser with all commands."""
+    """Build the parser with all commands; each sets `run`, `writes` and `places` of the parsed arguments."""
     parser = _Parser(
         prog="autoshard",
         description="Plan how to split every tensor of a training or inference step over many accelerators.",
@@ -405,13 +409,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parser_of(parser: argparse.ArgumentParser, command: str) -> argparse.ArgumentParser:
-    """Return the parser of one command."""
+    """Return the parser of one command; raise `KeyError` for an unknown one."""
     (choices,) = (a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     return choices[command]
 
 
 def _forms_help() -> str:
-    """Return the lines that list the forms of an export."""
+    """Return the text that lists the forms of an export with one line of help each."""
     from autoshard.planning import FORMS
 
     width = max(map(len, FORMS))
@@ -425,7 +429,14 @@ def _command(
     summary: str,
     epilog: str = "",
 ) -> _Parser:
-    """Add a command with the flags that all commands share."""
+    """Add a command with the flags that all commands share (`--json`, `--quiet`, `--debug`), and return its parser.
+
+    - `commands`: argparse's subparsers.
+    - `name`: the command's name.
+    - `run`: function that `parse` stores as `run`; it returns the exit code.
+    - `summary`: one clause that the list of commands and the help show.
+    - `epilog`: text after the help.
+    """
     parser = commands.add_parser(
         name,
         help=summary,

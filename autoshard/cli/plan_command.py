@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 def run_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
     # Planning uses no accelerator. Without this call JAX would search for one and wait for it.
-    """Run `autoshard plan`."""
+    """Run `autoshard plan`: print the plan and the next command, and save it and its candidates to `--out`; return 0.
+
+    Raises `UserError` for options that no program satisfies, and if no plan fits.
+    """
     need_no_accelerator()
     with start_helpers() as crew, show_progress(arguments) as progress:
         began = time.perf_counter()
@@ -48,7 +51,11 @@ def run_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def _next_command(arguments: argparse.Namespace, plan: "Plan", written: Sequence[Path]) -> str:
-    """Return the command that a user is most likely to need after a plan, ready to paste."""
+    """Return the command that a user is most likely to need after a plan, ready to paste.
+
+    It is an export for a plan by stages, `measure` on a CPU, else `compile`. If nothing was written, it is the hint to
+    write the plan.
+    """
     from autoshard.cost import Topology
 
     if not written:
@@ -61,13 +68,16 @@ def _next_command(arguments: argparse.Namespace, plan: "Plan", written: Sequence
 
 
 def _planned(arguments: argparse.Namespace, progress: "ProgressLine", crew: "WorkerCrew") -> tuple["PlanResult", float]:
-    """Return the plan and the seconds of tracing."""
+    """Return the plan with its candidates, and the seconds of all tracing."""
     from autoshard.planning import NamedSource, Running, plan_any
 
     traced = 0.0
 
     def opened(options: Mapping[str, Any], recipe: Mapping[str, Any], *, anew: bool) -> "Program":
-        """Trace the program with the options and the recipe, and add the seconds of that."""
+        """Trace the program with the options in place of the flags, and with the recipe; add the seconds to `traced`.
+
+        The disk cache is used unless `anew`, `--no-cache` or `--rules` forbids it.
+        """
         nonlocal traced
         began = time.perf_counter()
         program = open_program(

@@ -27,7 +27,7 @@ WORKER = "autoshard.cli.session:configure_worker"
 
 
 def add_on(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add the flag `--on`."""
+    """Add the flag `--on`, a Ray address, None by default; `what` is the verb of its help."""
     parser.add_argument(
         "--on",
         type=ray_address,
@@ -38,16 +38,20 @@ def add_on(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def ray_address(text: str) -> str:
-    """Check the address of a Ray cluster and return it."""
+    """Check that a text is `ray`, `HOST:PORT` or `ray://HOST:PORT`, and return it; nothing is connected.
+
+    Raises `argparse.ArgumentTypeError` for any other text.
+    """
     if text != "ray" and not re.fullmatch(r"(ray://)?([^\s/:]+|\[[^\s/]+\]):\d{1,5}", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not ray, HOST:PORT or ray://HOST:PORT")
     return text
 
 
 def ray_of(arguments: argparse.Namespace) -> "contextlib.AbstractContextManager[RayPool | None]":
-    """Return the pool of the Ray cluster that `--on` names, or None without the flag. Raises `UserError` without Ray.
+    """Return a context manager: the pool of the Ray cluster that `--on` names, or None without the flag.
 
-    The pool begins to connect in the background.
+    The pool begins to connect in the background, and runs at most `--jobs` tasks. Raises `UserError` if Ray is not
+    installed.
     """
     if arguments.on is None:
         return contextlib.nullcontext()
@@ -57,7 +61,10 @@ def ray_of(arguments: argparse.Namespace) -> "contextlib.AbstractContextManager[
 
 
 def connect(pool: "RayPool | None", progress: "ProgressLine") -> None:
-    """Wait for the pool's connection, before any work is done in vain. Raises `UserError` if it fails."""
+    """Wait for the pool's connection, if there is a pool, before any work is done in vain.
+
+    Raises `UserError` if it fails.
+    """
     if pool is not None:
         progress("Connecting to Ray")
         pool.connect()
@@ -70,7 +77,7 @@ _own = False
 
 
 def configure_process() -> None:
-    """Mark this process as the command's own: collect garbage seldom, and never at exit."""
+    """Mark this process as the command's own (`_own`): collect garbage seldom, and freeze all objects at exit."""
     global _own
     _own = True
     collect_seldom()
@@ -98,7 +105,7 @@ def _terminate(*_: object) -> None:
 
 
 def _end_in_time(signals: int) -> None:
-    """Exit the process `GRACE_S` after SIGINT or SIGTERM.
+    """Exit the process `GRACE_S` after SIGINT or SIGTERM, with 128 and the signal's number as the code.
 
     Python writes a signal's number to the descriptor `signals` at once, long before the main thread handles the signal.
     """
@@ -122,7 +129,8 @@ def _exit_at_once(code: int) -> None:
 def exit_after_signal(code: int) -> int:
     """Exit the command's own process once a signal has ended the command; elsewhere return the exit code.
 
-    Threads of XLA may still run a step, and crash the process while Python finalises.
+    Flush stdout and delete the temporary folders first. Threads of XLA may still run a step, and crash the process
+    while Python finalises.
     """
     if _own:
         if sys.stdout is not None:
@@ -158,7 +166,10 @@ def configure_worker() -> None:
 
 
 def start_helpers() -> WorkerCrew:
-    """Start one helper process for each further core; they import their modules while this process traces.
+    """Return a crew with one helper process for each further core, up to `MOST_HELPERS`, for a `with` block.
+
+    The helpers start at once and import their modules while this process traces. A process that is not the command's
+    own gets a crew without helpers.
 
     Raises `UserError` if the address space is limited too much for XLA.
     """

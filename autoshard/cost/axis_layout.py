@@ -24,10 +24,15 @@ class Segment:
     """
 
     axis: str
+    """Name of the physical axis."""
     kind: str
+    """Kind of its links, see `PhysicalAxis`."""
     size: int
+    """Number of devices along the segment."""
     stride: int
+    """Hops along the physical axis between two neighbours of the segment."""
     wrap: bool
+    """True if the segment closes to a ring."""
 
 
 _Counts = tuple[int, ...]
@@ -35,7 +40,7 @@ _Counts = tuple[int, ...]
 
 
 def _takes(size: int, left: Sequence[int]) -> Iterator[_Counts]:
-    """Yield every way to write `size` as a product of one divisor of each number in `left`."""
+    """Yield every way to write `size` as a product of one divisor of each number in `left`; none if there is no way."""
     if not left:
         if size == 1:
             yield ()
@@ -57,7 +62,12 @@ def _divisors(number: int) -> tuple[int, ...]:
 def _assignments(
     sizes: Sequence[int], left: tuple[int, ...], pieces: float = math.inf
 ) -> Iterator[tuple[_Counts, ...]]:
-    """Yield every way to give each mesh axis a share of each physical axis, with at most `pieces` segments in total."""
+    """Yield every way to give each mesh axis its devices along each physical axis.
+
+    - `sizes`: sizes of the mesh axes.
+    - `left`: devices of each physical axis that are not assigned yet.
+    - `pieces`: most segments (counts above 1) of all mesh axes together.
+    """
     if not sizes:
         yield ()
         return
@@ -71,7 +81,10 @@ def _assignments(
 
 
 def least_cuts(sizes: Sequence[int], physical: Sequence[PhysicalAxis], most: int) -> int | None:
-    """Return the fewest cuts of physical axes for mesh axes of these sizes; None if more than `most` are needed."""
+    """Return the fewest cuts of physical axes for mesh axes of these sizes; None if more than `most` are needed.
+
+    Cuts are the segments beyond one for each physical axis longer than 1.
+    """
     lengths = tuple(axis.size for axis in physical)
     whole = sum(length > 1 for length in lengths)
     for cuts in range(most + 1):
@@ -111,7 +124,7 @@ _SPEED = {"network": 1e-3, "torus": 1.0, "die": 6.0, "switch": 10.0, "memory": 1
 def _speed(segments: tuple[Segment, ...]) -> float:
     """Return the rough all-gather rate of a mesh axis, in one-way torus links.
 
-    The slowest kind of link binds, and the rates of torus segments add up.
+    The slowest kind of link binds, and the rates of torus segments add up. An axis without segments has infinity.
     """
     torus = sum((2.0 if s.wrap else 1.0) / s.stride for s in segments if s.kind == "torus")
     others = [_SPEED[s.kind] for s in segments if s.kind != "torus"]
@@ -132,7 +145,10 @@ def _rank(segments: tuple[tuple[Segment, ...], ...], assignment: Sequence[_Count
 
 
 def _first_ranks(assignment: Sequence[_Counts], physical: Sequence[PhysicalAxis]) -> tuple[float, int]:
-    """Return the first two entries of `_rank`, which need no segments and therefore prune assignments early."""
+    """Return the first two entries of `_rank`: the weight of slow links on late mesh axes, and the cuts.
+
+    They need no segments and therefore prune assignments early.
+    """
     network = [p for p, axis in enumerate(physical) if axis.kind == "network"]
     late_network = sum(i * math.log(counts[p]) for i, counts in enumerate(assignment) for p in network)
     pieces = [sum(count > 1 for count in counts) for counts in zip(*assignment, strict=True)]
@@ -145,10 +161,15 @@ def choose_layout(
     """Return the segments of every mesh axis, major first.
 
     Slices go to the first mesh axes, and the devices of a chip to the last one. After that, physical axes stay whole
-    where possible, and the last mesh axes get the fastest rings. `network` fixes the number of slices (or islands) that
-    each mesh axis spans.
+    where possible, and the last mesh axes get the fastest rings. Among equal layouts earlier mesh axes
+    get earlier physical axes. An axis of size 1 has no segments.
 
-    Raises: UserError if the sizes or `network` do not fit on the physical axes.
+    - `sizes`: size of each mesh axis, major first.
+    - `physical`: the physical axes, major first.
+    - `network`: number of slices (or islands) that each mesh axis spans, 1 if absent; None to choose it.
+
+    At most 200 000 assignments are compared. Raises: UserError if the sizes or `network` do not fit on the physical
+    axes.
     """
     fixed = None
     if network is not None:

@@ -38,6 +38,7 @@ class Calibration:
     """Figures of one chip. Efficiencies are shares of the peak rates in the chip file; names in `_s` are seconds."""
 
     chip: str
+    """Name of the chip, as in its file."""
     matmul_efficiency: float
     """Share of peak that a large, well-shaped matmul reaches."""
     memory_efficiency: float
@@ -85,22 +86,27 @@ class Calibration:
     measured: bool = True
     """True if measured tables of the chip are used, where there are any (`cost/measured`)."""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
+    """Source and date of each figure, as text."""
 
     def __hash__(self) -> int:
+        """Hash the chip and the figures, as `hash` does."""
         return int(self.hash(), 16)
 
     def values(self) -> dict[str, float]:
-        """Return the figures by name, without the chip and the sources."""
+        """Return the figures by name, without `chip`, `measured` and `sources`."""
         return {name: getattr(self, name) for name in figure_names()}
 
     def hash(self) -> str:
-        """Return twelve hex digits that change when any figure does; sources do not count."""
+        """Return twelve hex digits of the chip and the figures; `measured` and `sources` do not change them."""
         text = json.dumps({"chip": self.chip, **self.values()}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     @classmethod
     def ideal(cls, chip: str | Chip) -> "Calibration":
-        """Return the peaks of the chip and 1 us a hop, as textbook estimates assume."""
+        """Return a calibration without losses or overheads and with 1 us a hop, as textbook estimates assume.
+
+        Measured tables are not used. Overlaps and all other figures are those of `load_calibration`.
+        """
         name = chip if isinstance(chip, str) else chip.name
         return dataclasses.replace(
             load_calibration(name),
@@ -121,7 +127,7 @@ class Calibration:
 
 
 def figure_names() -> tuple[str, ...]:
-    """Return the names of the figures in a calibration."""
+    """Return the names of the figures in a calibration: all fields but `chip`, `measured` and `sources`."""
     return tuple(f.name for f in dataclasses.fields(Calibration) if f.name not in ("chip", "measured", "sources"))
 
 
@@ -130,7 +136,8 @@ def load_calibration(chip: str | Chip, path: str | pathlib.Path | None = None) -
 
     The user's file is `path`, else the one that the environment variable `AUTOSHARD_CALIBRATION` names, if it is set.
 
-    Raises: UserError for an unreadable file, an unknown chip or figure, or a value that no chip has.
+    Raises: UserError for an unreadable file, an unknown chip or figure, a figure that is in neither file, or a value
+    that no chip has.
     """
     name = (chip if isinstance(chip, Chip) else load_chip(chip)).name
     figures = _read(_FILE).get(name, {}) | _own(name, path)
@@ -144,12 +151,18 @@ def load_calibration(chip: str | Chip, path: str | pathlib.Path | None = None) -
 
 
 def own_figures(chip: str | Chip) -> frozenset[str]:
-    """Return the names of the figures in the user's own file for a chip. Raises: UserError like `load_calibration`."""
+    """Return the names of the figures for a chip in the file of `AUTOSHARD_CALIBRATION`; none if no file is named.
+
+    Raises: UserError like `load_calibration`.
+    """
     return frozenset(_own((chip if isinstance(chip, Chip) else load_chip(chip)).name))
 
 
 def _own(name: str, path: str | pathlib.Path | None = None) -> dict[str, dict[str, Any]]:
-    """Read the user's own figures of a chip; nothing if no file is named."""
+    """Read the user's own figures of a chip, name -> its entry (`value`, `source`, `date`); none if no file is named.
+
+    Raises: UserError like `load_calibration`.
+    """
     own = os.environ.get(OWN_FILE) if path is None else path
     return _read(pathlib.Path(own)).get(name, {}) if own else {}
 
@@ -157,7 +170,12 @@ def _own(name: str, path: str | pathlib.Path | None = None) -> dict[str, dict[st
 def save_calibration(path: str | pathlib.Path, chip: str, figures: Mapping[str, float], source: str, date: str) -> None:
     """Write measured figures of one chip into a user's own file, and preserve the other figures in it.
 
-    `date` is `YYYY-MM-DD`. Raises: UserError for an unknown chip or figure.
+    - `path`: the file, created if it does not exist.
+    - `figures`: values by name of the figure.
+    - `source`, `date`: provenance of all of them; the date is `YYYY-MM-DD`.
+
+    Raises: UserError, before anything is written, for an unknown chip or figure, a value that no chip has, or a damaged
+    file. Raises: OSError if the file cannot be written.
     """
     path = pathlib.Path(path)
     chips = _read(path) if path.exists() else {}
@@ -170,7 +188,7 @@ def save_calibration(path: str | pathlib.Path, chip: str, figures: Mapping[str, 
 
 
 def _read(path: pathlib.Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """Read and check a calibration file; return its figures by chip."""
+    """Read and check a calibration file; return chip -> figure -> its entry. Raises: UserError for a wrong file."""
     try:
         text = parse_json(_text(path, path.stat().st_mtime_ns))
     except OSError as error:

@@ -43,6 +43,7 @@ class Chip:
     """Peak figures of one kind of chip; measured efficiencies live in `Calibration`."""
 
     name: str
+    """Lower-case name, such as `v5e`; the name of the chip's file."""
     aliases: tuple[str, ...]
     """Other names that `load_chip` accepts for the chip."""
     device_kinds: tuple[str, ...]
@@ -68,6 +69,7 @@ class Chip:
     pcie_bytes_per_s_per_chip: float
     """Bytes per second of one chip to or from its host's memory."""
     torus_dims: int
+    """Dims of a slice's torus: 2 or 3 on a TPU, not used elsewhere."""
     wrap_rule: str
     """Rule that closes torus axes to rings: `cubes of 4` in shapes of whole cubes, `length 16` for axes of 16 chips."""
     small_shapes: tuple[tuple[int, ...], ...]
@@ -89,6 +91,7 @@ class Chip:
     sublanes: int
     """Rows that stream through the matrix unit as one group."""
     clock_hz: float
+    """Clock of the compute units in Hz."""
     sparse_core_collectives: str
     """Condition on which the compiler runs collectives on SparseCores: `none`, `by flag` or `by default`."""
     fused_gathers: str
@@ -96,6 +99,7 @@ class Chip:
     compiler_config: str
     """Chip configuration that libtpu is asked for; empty for libtpu's default."""
     sources: Mapping[str, str]
+    """Source of each group of figures in `SOURCES`."""
 
     @property
     def traits(self) -> Backend:
@@ -182,8 +186,9 @@ def chip_names() -> tuple[str, ...]:
 
 
 def load_chip(name: str) -> Chip:
-    """Return the chip with that name or alias, in upper or lower case. Raises: UserError with near matches for an
-    unknown one.
+    """Return the chip with that name or alias, in upper or lower case.
+
+    Raises: UserError with near matches for an unknown one.
     """
     wanted = name.lower()
     for chip in _chips().values():
@@ -196,7 +201,10 @@ def load_chip(name: str) -> Chip:
 
 
 def chip_of_kind(kind: str) -> Chip | None:
-    """Return the chip whose devices the runtime calls `kind`, such as `TPU v5 lite`; None if no chip is known by it."""
+    """Return the chip whose devices the runtime calls `kind`, such as `TPU v5 lite`; None if no chip is known by it.
+
+    Upper case and spaces do not count.
+    """
     return next((chip for chip in _chips().values() if _plain(kind) in map(_plain, chip.device_kinds)), None)
 
 
@@ -232,6 +240,7 @@ The ranges are wide enough for any chip, and too narrow for GB where bytes are m
 """
 
 _PEAKS = (1e9, 1e18)
+"""Least and most FLOP/s of a peak."""
 
 _BINARY = 2**30 / 1e9
 """Factor by which memory may exceed its nominal size: 16 GB are often 16 GiB."""
@@ -301,7 +310,7 @@ def _check_kinds(data: Mapping[str, Any], kinds: Mapping[str, Any], origin: str)
 
 
 def _whole(value: object) -> bool:
-    """Return True for a whole number of at least 0."""
+    """Return True for an int of at least 0 that is no boolean."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
@@ -311,7 +320,7 @@ def _number(value: object) -> bool:
 
 
 def _check_range(data: Mapping[str, Any], name: str, least: float, most: float, origin: str) -> None:
-    """Refuse a figure outside its range; 0 passes where a chip may lack the thing (`_may_lack`)."""
+    """Refuse, by a UserError, a figure outside its range; 0 passes where a chip may lack the thing (`_may_lack`)."""
     value = data[name]
     may_lack = value == 0 and _may_lack(data, name)
     expected = f"{least:g} to {most:g}" + (", or 0 for none" if _may_lack(data, name) else "")
@@ -319,7 +328,11 @@ def _check_range(data: Mapping[str, Any], name: str, least: float, most: float, 
 
 
 def _may_lack(data: Mapping[str, Any], name: str) -> bool:
-    """Return True if a chip may lack the thing that a figure measures, such as links between threads of one machine."""
+    """Return True if a chip may lack the thing that a figure measures.
+
+    A chip of one device lacks links between devices of a chip, and a backend without tiles lacks on-chip memory. A CPU
+    may lack all figures in bytes but `memory_bytes_per_s`.
+    """
     if name == "die_link_oneway_bytes_per_s":
         return data["devices_per_chip"] == 1
     if name.startswith("vmem"):

@@ -74,14 +74,16 @@ GroupRates = tuple[NDArray[np.float64], list[tuple[NDArray[np.float64], NDArray[
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Level:
-    """One kind of link inside one group: least seconds, and seconds per byte of the whole group's size."""
+    """One kind of link inside one group."""
 
     latency: float
+    """Least seconds of one phase on these links."""
     per_byte: float
+    """Seconds per byte of the collective's size, as this module defines it."""
 
 
 class Collectives:
-    """Prices of collectives on one mesh with one calibration (by default the shipped one of its chip)."""
+    """Prices of collectives on one mesh with one calibration (by default `load_calibration` of its chip)."""
 
     def __init__(self, mesh: Mesh, calibration: Calibration | None = None) -> None:
         self.mesh = mesh
@@ -99,7 +101,8 @@ class Collectives:
     def time(self, kind: Kind, axes: tuple[str, ...], size_bytes: ArrayLike) -> NDArray[np.float64]:
         """Return the seconds of one collective over the group that `axes` span, for each of `size_bytes`.
 
-        Raises: UserError for an unknown kind or axis.
+        The order of the axes does not matter, and a group of one device takes no time. Raises: UserError for an unknown
+        kind or axis.
         """
         size = np.asarray(size_bytes, dtype=np.float64)
         group = self._group(kind, axes)
@@ -129,7 +132,10 @@ class Collectives:
         return seconds * self.phases(kind)
 
     def rates_of_groups(self, kind: Kind) -> GroupRates:
-        """Return the launch seconds and rates that `time_of_groups` prices with, for every set of mesh axes as bits."""
+        """Return the launch seconds and rates that `time_of_groups` prices with, for every set of mesh axes as bits.
+
+        They are those of one pass over the group, see `phases`. Chips with measured collectives use `curves_of_groups`.
+        """
         if kind not in self._tables:
             spanned = self._spanned(kind)
             levels = [self._levels_of(kind, group) if group else () for group in spanned]
@@ -146,7 +152,8 @@ class Collectives:
     def curves_of_groups(self, kind: Kind) -> NDArray[np.float64]:
         """Return the measured seconds at `2 ** POWERS` bytes, [sets of mesh axes as bits, points].
 
-        Chips without measured collectives have no points, [sets, 0]. A set that spans one device takes no time.
+        Chips without measured collectives have no points, [sets, 0]. A set that spans one device takes the least
+        positive time.
         """
         spanned = self._spanned(kind)
         if not self.measured:
@@ -156,7 +163,7 @@ class Collectives:
         return np.stack([self._curve(kind, group) if group else nothing for group in spanned])
 
     def _spanned(self, kind: Kind) -> list[tuple[str, ...]]:
-        """Return the axes larger than 1 of every set of mesh axes as bits."""
+        """Return the axes larger than 1 of every set of mesh axes, [sets as bits]."""
         names = self.mesh.names
         every = [tuple(n for a, n in enumerate(names) if bits >> a & 1) for bits in range(1 << len(names))]
         return [self._group(kind, axes) for axes in every]
@@ -186,11 +193,14 @@ class Collectives:
         return launch
 
     def phases(self, kind: Kind) -> int:
-        """Return the number of times that a collective passes over its group."""
+        """Return the times that a collective passes over its group: 2 for an all-reduce in two phases, else 1."""
         return 2 if kind == "all-reduce" and self.mesh.topology.traits.sums_in_two_phases else 1
 
     def _levels_of(self, kind: Kind, group: tuple[str, ...]) -> tuple["_Level", ...]:
-        """Return the latency and rate of each kind of link; both phases of an all-reduce cost as an all-gather."""
+        """Return the latency and rate of each kind of link for one phase of a collective.
+
+        A reduce-scatter, and both phases of an all-reduce in two phases, cost as an all-gather.
+        """
         ring = kind in ("reduce-scatter", "all-reduce") and self.mesh.topology.traits.sums_in_two_phases
         base = "all-gather" if ring else kind
         if (base, group) not in self._levels:
@@ -198,11 +208,11 @@ class Collectives:
         return self._levels[base, group]
 
     def wire_bytes(self, kind: Kind, axes: tuple[str, ...], size_bytes: ArrayLike) -> dict[str, NDArray[np.float64]]:
-        """Return the bytes that one device sends, by mesh axis; the shares add up to the total exactly.
+        """Return the bytes that one device sends, by mesh axis larger than 1; the shares add up to the total exactly.
 
         The total is `V (n-1)/n` (twice for all-reduce, `V` for collective-permute) for a group of n. A hierarchical
         algorithm defines the shares: the last mesh axis sends first, with the full size. Each earlier axis sends the
-        size divided by the axes after it.
+        size divided by the axes after it. A group of one device sends nothing: the result is empty.
         """
         size = np.asarray(size_bytes, dtype=np.float64)
         group = self._group(kind, axes)
@@ -243,7 +253,7 @@ class Collectives:
         return crossing
 
     def _by_link(self, group: tuple[str, ...]) -> list[tuple[str, list[Segment], int]]:
-        """Return the kinds of links that a group spans, outermost first: their segments and the devices within."""
+        """Return (kind of link, its segments, devices of the group on inner kinds) of a group, outermost kind first."""
         segments = _joined([segment for axis in group for segment in self.mesh.segments(axis)])
         if self.mesh.topology.twisted:
             torus = {axis.name: axis.size for axis in self.mesh.topology.physical_axes if axis.kind == "torus"}
@@ -260,9 +270,9 @@ class Collectives:
     def partial_to_split_kind(self, axes: tuple[str, ...]) -> Kind:
         """Return the collective that the compiler emits for a partial sum that must end split over `axes`.
 
-        An all-reduce (of the full size) stands for all-reduce and a local slice. CPU never emits reduce-scatter. TPU
-        emits it between slices, and inside a slice unless the group is all of a slice of several hosts. A group that
-        spans slices and chips of a slice becomes an all-reduce in levels.
+        An all-reduce (of the full size) stands for all-reduce and a local slice. CPU never emits reduce-scatter, and
+        GPU always does. TPU emits it between slices, and inside a slice unless the group is all of a slice of several
+        hosts. A group that spans slices and chips of a slice becomes an all-reduce in levels.
 
         Evidence: docs/compiler_behaviour.md, "Reduce-scatter of a weight gradient".
         """
@@ -290,7 +300,7 @@ class Collectives:
         return "all-reduce" if summed else "all-gather"
 
     def widen_dtype(self, dtype: str) -> str:
-        """Return the dtype in which the backend reduces, see `Backend.sum_dtype`."""
+        """Return the dtype in which the backend reduces: `Backend.sum_dtype` for 16-bit floats, else `dtype` itself."""
         narrow = dtype.lower() in ("bf16", "bfloat16", "f16", "float16")
         return self.mesh.topology.traits.sum_dtype if narrow and self.mesh.topology.traits.sum_dtype else dtype
 
@@ -304,7 +314,10 @@ class Collectives:
         return tuple(name for name, size in self.mesh.axes.items() if name in axes and size > 1)
 
     def _price(self, kind: str, group: tuple[str, ...]) -> tuple[_Level, ...]:
-        """Return the latency and seconds per byte of a collective on each kind of link of a group."""
+        """Return the latency, and seconds per byte of the whole size, of a collective on each kind of link of a group.
+
+        With `Backend.one_ring` all kinds become one: latencies add up, and the slowest rate binds.
+        """
         torus = {axis.name: axis.size for axis in self.mesh.topology.physical_axes if axis.kind == "torus"}
         twisted = self.mesh.topology.twisted
         levels = []
@@ -325,7 +338,10 @@ class Collectives:
         return tuple(levels)
 
     def _link(self, link: str) -> tuple[float, float]:
-        """Return the least seconds of one step, and the one-way bytes per second of one device."""
+        """Return the least seconds of one step on a kind of link, and the one-way bytes per second of one device.
+
+        For `memory` the rate is that of a device's part of the traffic through main memory.
+        """
         topology, figures = self.mesh.topology, self.calibration
         chip, per_chip = topology.chip, topology.devices_per_chip
         if link == "network":
@@ -349,7 +365,10 @@ def _direct(segments: list[Segment]) -> tuple[float, float]:
 
 
 def _joined(segments: list[Segment]) -> list[Segment]:
-    """Merge adjacent digits of one physical axis, so that fewer segments describe the same devices."""
+    """Merge adjacent digits of one physical axis, so that fewer segments describe the same devices.
+
+    A merged segment is a ring if its major digit is one. The result is sorted by axis, then from far to near.
+    """
     result: list[Segment] = []
     for segment in sorted(segments, key=lambda s: (s.axis, -s.stride)):
         major = result[-1] if result else None
@@ -362,7 +381,7 @@ def _joined(segments: list[Segment]) -> list[Segment]:
 
 
 def _steps(segments: list[Segment]) -> float:
-    """Return the hops from the farthest peer, along every torus segment in turn."""
+    """Return the hops over physical links from the farthest peer, along every torus segment in turn."""
     return float(sum((s.size // 2 if s.wrap else s.size - 1) * s.stride for s in segments))
 
 
@@ -398,7 +417,7 @@ def _cuts(segments: list[Segment]) -> dict[str, float]:
 
 
 def _permute(segments: list[Segment], link: str) -> tuple[float, float]:
-    """Return the steps and the one-way link times per byte of a shift by one place.
+    """Return the steps of a shift by one place, and its one-way link times per byte of the local array.
 
     On a line, the last device sends its part all the way back.
     """
@@ -409,6 +428,7 @@ def _permute(segments: list[Segment], link: str) -> tuple[float, float]:
 
 
 _SHAPES = {"all-gather": _gather, "all-to-all": _exchange, "collective-permute": _permute}
+"""Kind of collective -> the function of segments and link that returns its steps and link times per byte."""
 
 
 def links(mesh: Mesh) -> tuple[tuple[str, ...], ...]:

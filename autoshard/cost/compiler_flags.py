@@ -18,12 +18,15 @@ from autoshard.errors import UserError
 
 
 FUSED_GATHERS = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
+"""Flag that fuses gathers with compute."""
 _FUSION = "xla_tpu_enable_async_collective_fusion"
 _ASYNC_GATHERS = "xla_enable_async_all_gather"
 _SPARSE = "xla_tpu_enable_sparse_core_collective_offload_"
 SPARSE_GATHERS, SPARSE_SUMS, SPARSE_SCATTERS = (_SPARSE + k for k in ("all_gather", "all_reduce", "reduce_scatter"))
+"""Flags that run gathers, all-reduces and reduce-scatters on SparseCores."""
 _KEPT_GATHERS = "xla_tpu_prefer_async_allgather_to_allreduce"
 WINDOWED = "xla_jf_spmd_threshold_for_windowed_einsum_mib"
+"""Flag with the least MiB of an operand from which a matmul is pipelined with its collective."""
 
 SPARSE_GATHER_SHARE, SPARSE_SUM_SHARE = 0.7, 0.95
 """Hidden shares of gathers and of sums on SparseCores. Fitted to no published run.
@@ -36,6 +39,7 @@ FUSED_AS = "v5e"
 It is the only measure of that fusion, since libtpu 0.0.51 refuses the flag elsewhere.
 """
 CLOCK = "xla_tpu_dvfs_p_state"
+"""Flag with the state of a TPU's clock, from 0 to `HIGHEST_STATE`."""
 HIGHEST_STATE, STATE_STEP = 7, 0.028
 """State of a TPU's highest clock, and the share of that clock by which each lower state is slower.
 
@@ -87,6 +91,7 @@ class Flagged:
     """A calibration with the changes that compiler flags make."""
 
     calibration: Calibration
+    """The calibration after the changes."""
     figures: Mapping[str, float]
     """The figures that the flags changed, by name."""
     priced: tuple[str, ...]
@@ -95,14 +100,15 @@ class Flagged:
     """A sentence for each flag whose effect is not in the price, or that does nothing on the chip."""
 
     def record(self, flags: Iterable[str]) -> dict[str, Any]:
-        """Return the record of `flags` for a plan's provenance, with the changed figures and their sentences."""
+        """Return the record of `flags` for a plan's provenance: `flags`, changed `figures` and sentences (`priced`)."""
         return {"flags": list(flags), "figures": dict(self.figures), "priced": list(self.priced)}
 
 
 def read_flags(given: str | Iterable[str] | None) -> tuple[str, ...]:
     """Read flags as `--name=value`, in the given order; the last value of a repeated flag counts.
 
-    `given` is text as of `LIBTPU_INIT_ARGS`, or one text for each flag. Raises: UserError for text that is no flag.
+    `given` is text as of `LIBTPU_INIT_ARGS`, or one text for each flag; None means no flags. A flag without a value is
+    `true`, and a repeated flag stands at its last place. Raises: UserError for text that is no flag.
     """
     try:
         parts = shlex.split(given) if isinstance(given, str) else [str(each).strip() for each in given or ()]
@@ -144,8 +150,8 @@ def flag_set(name: str, chip: Chip) -> tuple[str, ...]:
 def chosen_flags(given: str | Iterable[str] | None, chip: Chip) -> tuple[tuple[str, ...], str]:
     """Return the flags of a step, and their source: the name of a set or of variables, "" for explicit flags.
 
-    Without `given`, a step for TPUs runs with the flags of `LIBTPU_INIT_ARGS` and with the TPU flags of `XLA_FLAGS`.
-    Raises: UserError as `read_flags` and `flag_set` do.
+    Without `given`, a step for TPUs runs with the TPU flags of `XLA_FLAGS` and with those of `LIBTPU_INIT_ARGS`, which
+    count more. A step for another backend then has no flags. Raises: UserError as `read_flags` and `flag_set` do.
     """
     name = " ".join(given) if isinstance(given, list | tuple) and len(given) == 1 else given
     if isinstance(name, str) and name.strip() in FLAG_SETS:
@@ -172,8 +178,9 @@ def _words(variable: str) -> list[str]:
 def with_flags(calibration: Calibration, flags: Iterable[str]) -> Flagged:
     """Return the figures of a chip for a step that is compiled with `flags` (of `read_flags`).
 
-    A figure in the user's own calibration file overrides the flags. Raises: UserError for a switch that is neither on
-    nor off, and for a number that is none.
+    A flag changes a figure in its own direction only: one that hides more never lowers a share that is larger already.
+    A figure in the user's own calibration file overrides the flags. Flags for GPUs and CPUs change nothing and give one
+    note. Raises: UserError for a switch that is neither on nor off, and for a number that is none.
     """
     values = dict(flag.removeprefix("--").split("=", 1) for flag in flags)
     if not values:
@@ -241,12 +248,12 @@ def _effects(settings: Mapping[str, str], chip: Chip, calibration: Calibration) 
 
 
 def _shown(value: float) -> str:
-    """Format a figure's value for a sentence."""
+    """Format a figure's value for a sentence; `_NO_LIMIT` and above is `without limit`."""
     return "without limit" if value >= _NO_LIMIT else f"{value:g}"
 
 
 def _unpriced(settings: Mapping[str, str], chip: Chip) -> list[str]:
-    """Return a sentence for each effect of the flags that the price does not include."""
+    """Return a sentence for each effect of the flags that the price does not include, and one for all unknown flags."""
     notes = []
     wanted = [f"--{name}" for name in (SPARSE_GATHERS, SPARSE_SUMS, SPARSE_SCATTERS) if _is_on(settings, name)]
     sparse = chip.sparse_core_collectives
@@ -271,7 +278,10 @@ def _unpriced(settings: Mapping[str, str], chip: Chip) -> list[str]:
 
 
 def _is_on(settings: Mapping[str, str], name: str, otherwise: bool = False) -> bool:
-    """Return True if a flag is on; `otherwise` if it is absent. Raises: UserError for a value that is no boolean."""
+    """Return True if a flag is on; `otherwise` if it is absent. Raises: UserError for a value that is no boolean.
+
+    `true`, `1`, `yes` and `enabled` are on, in upper or lower case.
+    """
     value = settings.get(name)
     if value is None:
         return otherwise

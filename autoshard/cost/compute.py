@@ -23,7 +23,10 @@ perfect overlap.
 
 
 class Compute:
-    """Rooflines of one device of a topology; methods accept and return arrays (local shapes, seconds)."""
+    """Rooflines of one device of a topology; methods accept and return arrays (local shapes, seconds).
+
+    The default calibration is `load_calibration` of the chip. Times are those of one execution.
+    """
 
     def __init__(self, topology: Topology, calibration: Calibration | None = None) -> None:
         self.topology = topology
@@ -81,7 +84,10 @@ class Compute:
 
         A matmul runs in blocks of about `_BLOCK` in each dim. An operand is read once for every block of the dim that
         it lacks (the usual lower bound of blocked multiplication). The next block loads while one block is multiplied,
-        so only one block's share of the shorter time stays exposed.
+        so only one block's share of the shorter time stays exposed. The overhead of one op is added.
+
+        Devices with caches (`Backend.caches`) take the longer of both times, plus the overhead. Rates that were
+        measured by shape include the overhead: such a matmul takes the longest of rate, traffic and overhead.
 
         - `m`, `n`, `k`, `batch`: local sizes of the matmuls.
         - `dtype`: dtype of the operands.
@@ -111,11 +117,13 @@ class Compute:
         """Return the time of an attention kernel whose scores stay on chip.
 
         Each of `matmuls` passes over the scores multiplies with a head dim, which the matrix unit pads to its edge. It
-        also costs `Calibration.attention_ops` operations of the vector unit for each score (softmax, masks, casts).
+        also costs `Calibration.attention_ops` operations of the vector unit for each score (softmax, masks, casts). The
+        two units overlap as `smooth_max` prices it, and memory traffic overlaps in full. One overhead is added.
 
         - `scores`: number of scores that the kernel computes.
         - `head`, `value_head`: head dims of queries and keys, and of values.
         - `matmuls`: matmuls over the scores.
+        - `dtype`: dtype of the operands of the matmuls.
         - `size_bytes`: bytes that the kernel reads and writes.
         """
         edge = self.topology.chip.mxu_edge
@@ -127,11 +135,14 @@ class Compute:
         return np.maximum(smooth_max(busy, vector), self.memory_seconds(size_bytes)) + self.calibration.op_overhead_s
 
     def step_seconds(self, steps: ArrayLike) -> NDArray[np.float64]:
-        """Return the overhead of a kernel's grid steps: scalar code, waits for blocks, sums in memory."""
+        """Return the overhead of `steps` grid steps of a kernel: scalar code, waits for blocks, sums in memory."""
         return np.asarray(steps, dtype=np.float64) * self.calibration.grid_step_s
 
     def row_passes(self, itemsize: int) -> float:
-        """Return the cost of a copy row by row, in streams of its bytes (`Calibration.row_copy_s`)."""
+        """Return the time of a copy row by row over that of streaming its bytes once (`Calibration.row_copy_s`).
+
+        - `itemsize`: bytes of an element.
+        """
         return self.calibration.row_copy_s / float(self.memory_seconds(LANES * itemsize))
 
     @property
@@ -145,7 +156,7 @@ class Compute:
         TPUs run a bitonic network: L (L + 1) / 2 steps for 2^L elements. In each step an element is compared and each
         array selected from. Steps whose partners lie farther apart than on-chip memory reaches pass through main
         memory. GPUs sort by eight bits of the key at a time, four passes for 32 bits (CUB's radix sort). CPUs compare L
-        times.
+        times. Traffic overlaps with compute, and the overhead of one op is added, of four on GPUs.
 
         - `arrays`: number of arrays that are sorted by one key.
         - `size_bytes`: bytes of one pass over the arrays.
@@ -166,18 +177,27 @@ class Compute:
         return np.maximum(busy, self.memory_seconds(size * passes)) + self.calibration.op_overhead_s
 
     def memory_seconds(self, size_bytes: ArrayLike, on_chip: bool = False) -> NDArray[np.float64]:
-        """Return the time to stream bytes from and to main memory, or on-chip memory (VMEM) if the chip has one."""
+        """Return the time to stream bytes from and to main memory, or on-chip memory (VMEM) if the chip has one.
+
+        The rate is `Calibration.memory_efficiency` of the peak; no overhead is added.
+        """
         rate = self.topology.memory_bytes_per_s * self.calibration.memory_efficiency
         if on_chip and self.topology.chip.vmem_over_hbm_bandwidth:
             rate *= self.topology.chip.vmem_over_hbm_bandwidth
         return np.asarray(size_bytes, dtype=np.float64) / rate
 
     def relayout_seconds(self, size_bytes: ArrayLike) -> NDArray[np.float64]:
-        """Return the time to write that many bytes in another order of dims (`Calibration.relayout_traffic`)."""
+        """Return the time to write that many bytes in another order of dims; 0 if the calibration has no such traffic.
+
+        See `Calibration.relayout_traffic`.
+        """
         return self.memory_seconds(np.asarray(size_bytes, dtype=np.float64) * self.calibration.relayout_traffic)
 
     def host_seconds(self, size_bytes: ArrayLike) -> NDArray[np.float64]:
-        """Return the time to move that many bytes of one device to or from its host's memory (all devices at once)."""
+        """Return the time to move that many bytes of one device to or from its host's memory (all devices at once).
+
+        A chip without PCIe, such as a CPU, moves them at a device's share of its peak main-memory rate.
+        """
         chip = self.topology.chip
         rate = chip.pcie_bytes_per_s_per_chip / chip.devices_per_chip or self.topology.memory_bytes_per_s
         return np.asarray(size_bytes, dtype=np.float64) / rate
@@ -193,7 +213,10 @@ class Compute:
     ) -> float:
         """Return the rows b above which `[b, k] x [k, n]` is compute bound with streamed weights and activations.
 
-        The result is inf if it never is.
+        The result is inf if it never is. Overheads do not count.
+
+        - `weight_itemsize`, `activation_itemsize`: bytes of an element.
+        - `on_chip`: both lie in on-chip memory.
         """
         one_row = float(self.op_seconds(2.0 * k * n, 0, dtype)) - self.calibration.op_overhead_s
         weights = float(self.memory_seconds(k * n * weight_itemsize, on_chip))
@@ -201,7 +224,7 @@ class Compute:
         return weights / (one_row - activations) if one_row > activations else math.inf
 
     def vector_seconds(self, flops: ArrayLike) -> NDArray[np.float64]:
-        """Return the time of elementwise work in the vector units; devices of a `cpu:N` share the machine's cores."""
+        """Return the time of elementwise FLOPs in the vector units; devices of a `cpu:N` share the machine's cores."""
         rate = self.calibration.vector_flops_per_s
         if self.topology.traits.shares_machine:
             rate *= self.topology.host_cores / self.topology.num_devices
@@ -210,7 +233,11 @@ class Compute:
     def extra_pass_seconds(
         self, flops: ArrayLike, dtype: str, efficiency: ArrayLike | None = None
     ) -> NDArray[np.float64]:
-        """Return the time of further passes of the matrix unit over operands that it has loaded (higher precisions)."""
+        """Return the time of further passes of the matrix unit over operands that it has loaded (higher precisions).
+
+        - `flops`: FLOPs of those passes.
+        - `efficiency`: share of the peak (default: that of a large matmul). No overhead is added.
+        """
         share = self.calibration.matmul_efficiency if efficiency is None else np.asarray(efficiency, dtype=np.float64)
         return np.asarray(flops, dtype=np.float64) / (self.topology.peak_flops(dtype) * share)
 
@@ -230,28 +257,30 @@ class Compute:
 
 
 def smooth_max(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the seconds of two engines that work at once; see `_SHARPNESS`."""
+    """Return the seconds of two engines that work at once, from the seconds of each; see `_SHARPNESS`."""
     longer, shorter = np.maximum(a, b), np.minimum(a, b)
     share = np.divide(shorter, longer, out=np.zeros_like(shorter), where=longer > 0)
     return longer * (1.0 + share**_SHARPNESS) ** (1.0 / _SHARPNESS)
 
 
 def _filled(size: NDArray[np.float64], tile: int) -> NDArray[np.float64]:
-    """Return the share of whole tiles that a size fills."""
+    """Return the share of whole tiles that a size of at least 1 fills, from 0 to 1."""
     return size / (np.ceil(size / tile) * tile)
 
 
 LANES = 128
 """Elements in a row of a TPU's registers, along an array's minor dim."""
 _ROWS = 8
+"""Rows of a tile of 4-byte elements in a TPU's registers."""
 
 
 def shard_bytes(shape: Sequence[int], itemsize: float, splits: Sequence[int] | None = None, tiled: bool = False) -> int:
     """Return the bytes of one shard of an array whose dims are split into `splits` parts (None: not split).
 
-    Uneven dims are padded up. With `tiled` the two minor dims are padded to the tiles of TPU layouts: 128 lanes in the
-    minor dim, 8 rows in the one before it. An array of fewer rows rounds them up to a power of two. A vector is padded
-    to 128 elements.
+    Uneven dims are padded up, and a fraction of a byte counts as one. A scalar is one element.
+
+    With `tiled` the two minor dims are padded to the tiles of TPU layouts: 128 lanes in the minor dim, 8 rows in the
+    one before it. An array of fewer rows rounds them up to a power of two. A vector is padded to 128 elements.
     """
     parts = [1] * len(shape) if splits is None else splits
     local = [-(-size // part) for size, part in zip(shape, parts, strict=True)]

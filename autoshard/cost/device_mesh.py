@@ -32,8 +32,11 @@ class Mesh:
 
     topology: Topology
     names: tuple[str, ...]
+    """Names of the axes, major first."""
     sizes: tuple[int, ...]
+    """Number of devices along each axis."""
     layout: tuple[tuple[Segment, ...], ...]
+    """Physical segments of each axis, major first."""
     device_order: tuple[int, ...]
 
     @property
@@ -60,7 +63,7 @@ class Mesh:
         return frozenset(segment.kind for axis in axes for segment in self.segments(axis))
 
     def describe(self) -> str:
-        """Describe each axis with its physical axes, in one line."""
+        """Describe each axis with its physical axes, as `data=32 on x(16, ring) + y(2 by 8, ring)`, in one line."""
         parts = []
         for name, size, segments in zip(self.names, self.sizes, self.layout, strict=True):
             pieces = " + ".join(
@@ -70,7 +73,10 @@ class Mesh:
         return "; ".join(parts)
 
     def _closed(self, segment: Segment) -> str:
-        """Return the suffix that names how a segment closes to a ring, if it does."""
+        """Return the suffix of a segment: `, ring` if it is a ring, `, twisted` on a short axis of a twisted torus.
+
+        It is empty for a line.
+        """
         shape = self.topology.shape
         twisted = self.topology.twisted and shape["xyz".index(segment.axis)] == min(shape) if segment.wrap else False
         return ", twisted" if twisted else ", ring" if segment.wrap else ""
@@ -82,7 +88,8 @@ def make_mesh(topology: Topology, sizes: Mapping[str, int], network: Mapping[str
     `network` fixes the number of slices or islands that each axis spans (the outer shape of a hybrid mesh), such as
     `{"data": 2}`. By default the first axes span them.
 
-    Raises: UserError for an empty mesh, a size below 1, or a product that is not the number of devices.
+    Raises: UserError for an empty mesh, more than `MOST_NAMED` axes, or a size that is no whole number of at least 1. A
+    product that is not the number of devices is refused, and a `network` that does not fit the sizes and slices.
     """
     for name, size in sizes.items():
         if not isinstance(name, str) or isinstance(size, bool) or not isinstance(size, (int, np.integer)):
@@ -143,7 +150,7 @@ def _make_mesh(
 
 
 def _device_order(topology: Topology, layout: Sequence[Sequence[Segment]]) -> tuple[int, ...]:
-    """Return the device number of every place of the mesh, row-major."""
+    """Return the device number of every place of the mesh, row-major over its axes."""
     strides = {}
     stride = 1
     for axis in reversed(topology.physical_axes):
@@ -184,7 +191,7 @@ def default_axis_names(count: int) -> tuple[str, ...]:
 def parse_mesh(text: str) -> dict[str, int]:
     """Read `data=32,model=8` or `32,8` (named data, model, axis2, ...), major first.
 
-    Raises: UserError for any other text, a repeated name or a size below 1.
+    Raises: UserError for any other text, a repeated name or a size below 1. The number of devices is not checked.
     """
     entries = [entry.strip() for entry in text.split(",")]
     named = ["=" in entry for entry in entries]
@@ -247,7 +254,10 @@ def _factorisations(number: int, count: int, least: int) -> Iterator[tuple[int, 
 
 
 def _laid(topology: Topology, sizes: tuple[int, ...]) -> list[tuple[int, Mesh]]:
-    """Return the meshes of these sizes that cut physical axes least, each with its number of cuts."""
+    """Return the meshes of these sizes that cut physical axes least, each with its number of cuts.
+
+    The list is empty if they need more than one cut, and more cuts than axes beyond the number of physical ones.
+    """
     physical = topology.physical_axes
     fewest = least_cuts(sizes, physical, max(1, len(sizes) - sum(axis.size > 1 for axis in physical)))
     if fewest is None:
@@ -262,13 +272,13 @@ def _laid(topology: Topology, sizes: tuple[int, ...]) -> list[tuple[int, Mesh]]:
 
 
 def _cuts(layout: Sequence[Sequence[Segment]]) -> int:
-    """Count the cuts of physical axes between axes of the mesh."""
+    """Count the cuts of physical axes between axes of the mesh: segments beyond the first of each physical axis."""
     pieces = [segment.axis for segments in layout for segment in segments]
     return len(pieces) - len(set(pieces))
 
 
 def _kinds(segments: Sequence[Segment]) -> tuple[tuple[str, int], ...]:
-    """Return the number of devices along each kind of link."""
+    """Return pairs (kind of link, number of devices along it) of one mesh axis, sorted."""
     products: dict[str, int] = {}
     for segment in segments:
         products[segment.kind] = products.get(segment.kind, 1) * segment.size

@@ -27,9 +27,10 @@ def robust_fit(
     huber: float,
     rounds: int = 20,
 ) -> NDArray[np.float64]:
-    """Return the constants that minimise the errors, linearised around the prior.
+    """Return the constants, [constants], that minimise the errors, linearised around the prior, and stay within limits.
 
-    Errors beyond `huber` count linearly (Huber's loss, by weights that each round computes again).
+    Each constant's distance from its prior counts as one more error. Errors beyond `huber` count linearly (Huber's
+    loss, by weights that each round computes again).
 
     - `errors`: errors at `prior`, [observations].
     - `slopes`: derivative of each error by each constant, [observations, constants].
@@ -51,7 +52,10 @@ def robust_fit(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Free:
-    """A figure that may be fitted; `width` is its prior's expected error, in powers of e on a log scale."""
+    """A figure that may be fitted.
+
+    `width` is the expected error of its prior: of the logarithm if `log`, else of the figure itself.
+    """
 
     figure: str
     width: float
@@ -99,8 +103,10 @@ class Fitted:
     """One fitted figure with its error."""
 
     figure: str
+    """Name of the figure in `Calibration`."""
     value: float
     shipped: float
+    """Its value before the fit: shipped, or changed by compiler flags."""
     error: float
     """Standard deviation: a share of the value on a log scale, the difference itself for overlaps."""
 
@@ -114,6 +120,7 @@ class Fit:
     figures: tuple[Fitted, ...]
     """The figures that the fit changed, by name."""
     observations: int
+    """Number of observations behind the fit."""
     hash: str
     """A hash of the observations that does not depend on their order."""
     residual_before: float
@@ -128,7 +135,7 @@ def fit(base: Calibration, backend: str, observations: Sequence[Observation], fi
     """Fit the figures of `base` that the observations determine, except those in `fixed`.
 
     All observations are of one topology and compiler. Their order does not matter. Without observations `base` stays
-    unchanged.
+    unchanged. The result has no `flags`; `fit_observations` adds them.
     """
     cases = _cases(base, observations, backend)
     problem = _Problem(base, cases, fixed)
@@ -169,13 +176,16 @@ class _Sight:
 
 
 def hidden_share(parts: Parts) -> float:
-    """Return the share of a step's communication that compute does not wait for."""
+    """Return the share of a step's communication that compute does not wait for, 0 to 1; 0 without communication."""
     sent = parts.sent_s
     return 1.0 - sum(parts.waits.values()) / sent if sent > 0 else 0.0
 
 
 def _cases(base: Calibration, observations: Iterable[Observation], backend: str) -> list[_Sight]:
-    """Return one case for each observed thing, with the median of its repeated observations."""
+    """Return one case for each observed thing, with the median of its repeated observations.
+
+    Observations without a time, or a schedule without a hidden share, are omitted.
+    """
     groups: dict[tuple[str, ...], list[Observation]] = {}
     for one in sorted(observations, key=lambda o: o.id):
         if (one.seen.get("hidden_share") if one.judge == "compile" else one.seen.get("seconds")) is not None:
@@ -196,7 +206,8 @@ def _cases(base: Calibration, observations: Iterable[Observation], backend: str)
 def _shares(base: Calibration, same: Sequence[Observation]) -> Iterator[_Sight]:
     """Yield cases for the hidden shares in schedules of one plan.
 
-    There is one case for each class of communication, or one for all communication if some schedule has no classes.
+    There is one case for each class of communication with enough traffic (`hidden_shares`) that every schedule shows.
+    If some schedule has no classes, there is one case for all communication.
     """
     first = same[0]
     classes = [one.seen["hidden"] for one in same if one.seen.get("hidden")]
@@ -230,7 +241,10 @@ class _Problem:
         return math.log(value) if free.log else value
 
     def calibration(self, values: NDArray[np.float64]) -> Calibration:
-        """Return the calibration with these values of the free figures."""
+        """Return the base calibration with these values of the free figures, [figures], each on its scale.
+
+        Figures that differ from the prior are rounded to six digits.
+        """
         moved = {
             free.figure: _rounded(math.exp(value) if free.log else float(value))
             for free, value, prior in zip(self.free, values, self.prior, strict=True)
@@ -260,7 +274,11 @@ class _Problem:
         return np.where(determined, slopes, 0.0)
 
     def solve(self) -> NDArray[np.float64]:
-        """Solve by Gauss-Newton: linearise the errors around the last values, step, and repeat."""
+        """Return the fitted values, [figures], by Gauss-Newton: linearise the errors around the last values, and step.
+
+        A step moves a figure by at most its width. It ends after `_STEPS` steps or a step below `_CLOSE` widths.
+        Without cases the prior is the result.
+        """
         values = self.prior.copy()
         if not self.cases:
             return values
@@ -277,7 +295,7 @@ class _Problem:
         return values
 
     def fitted(self, values: NDArray[np.float64]) -> tuple[Fitted, ...]:
-        """Return the figures that changed, with standard deviations from the normal matrix."""
+        """Return the figures that differ from the base, with standard deviations from the normal matrix at `values`."""
         if not self.cases:
             return ()
         slopes = self.slopes(values, self.errors(values))
@@ -297,11 +315,12 @@ def _middle(errors: NDArray[np.float64]) -> float:
 
 
 def _rounded(value: float) -> float:
-    """Round to six digits, since further digits of a fit depend on the machine's arithmetic."""
+    """Round to six significant digits, since further digits of a fit depend on the machine's arithmetic."""
     return float(f"{value:.6g}")
 
 
 _fits: dict[tuple[object, ...], Fit] = {}
+"""Fits of this process, by everything that determines them."""
 
 
 def learned_fit(topology: Topology, flags: Sequence[str] = ()) -> Fit:
@@ -336,7 +355,10 @@ def fit_observations(topology: Topology, observations: Sequence[Observation], fl
 
 
 def fit_record(found: Fit) -> dict[str, Any]:
-    """Return the fitted figures as a plan records them, so that it can be priced again without the database."""
+    """Return the fitted figures as a plan records them: `hash`, number of `observations`, and `figures` by name.
+
+    The plan can then be priced again without the database.
+    """
     return {
         "hash": found.hash,
         "observations": found.observations,
@@ -350,7 +372,7 @@ def recorded_calibration(
     """Return the calibration of a plan that records learned figures and changes by compiler flags.
 
     - `learned`: the record of `fit_record`, or None.
-    - `flags`: the record of `Flagged.record`, or None.
+    - `flags`: the record of `Flagged.record`, or None. Its figures replace learned ones.
     """
     base = load_calibration(chip)
     for record in (learned, flags):

@@ -39,7 +39,7 @@ class NetworkConstants:
 
 @functools.cache
 def _chips() -> dict[str, Any]:
-    """Load the measured figures by chip."""
+    """Load the shipped measured figures by chip."""
     return json.loads(_FILE.read_text())["chips"]
 
 
@@ -49,7 +49,7 @@ def is_measured(chip: str) -> bool:
 
 
 def network_constants(chip: str) -> NetworkConstants:
-    """Return the constants of a measured chip's network."""
+    """Return the constants of a measured chip's network; raise `KeyError` for a chip that was not measured."""
     return NetworkConstants(**_chips()[chip]["network"])
 
 
@@ -58,6 +58,7 @@ class IslandNetwork:
     """Figures that price a collective between islands."""
 
     constants: NetworkConstants
+    """Launch and chunk figures."""
     card_bytes_per_s: float
     """Bytes per second of one device's network card."""
     round_trip_s: float
@@ -68,8 +69,9 @@ class IslandNetwork:
 def island_curve(chip: str, kind: str, devices: int) -> NDArray[np.float64]:
     """Return the seconds of a collective of `devices` inside one island at `2 ** POWERS` bytes, [points].
 
-    Logarithms are interpolated between measured sizes of groups, and between measured bytes. Below the least measured
-    size a collective takes as long as that size. Beyond the largest, time grows with bytes.
+    Logarithms are interpolated between measured sizes of groups, and between measured bytes. Fewer or more devices than
+    were measured count as the nearest measured number. Below the least measured bytes a collective takes as long as
+    those. Beyond the most, time is proportional to bytes.
     """
     groups = {int(n): entry["points"] for n, entry in _chips()[chip]["collectives"][kind].items()}
     known = sorted(groups)
@@ -81,7 +83,7 @@ def island_curve(chip: str, kind: str, devices: int) -> NDArray[np.float64]:
 
 
 def _logs(points: list[list[float]]) -> NDArray[np.float64]:
-    """Return the logarithms of seconds at `POWERS`, [points]."""
+    """Return the base-2 logarithms of seconds at `POWERS`, [points], from ascending pairs (bytes, seconds)."""
     sizes, seconds = (np.log2([point[place] for point in points]) for place in (0, 1))
     inside = np.interp(POWERS, sizes, seconds)
     return inside + np.maximum(0.0, POWERS - sizes[-1])
@@ -90,7 +92,8 @@ def _logs(points: list[list[float]]) -> NDArray[np.float64]:
 def at_sizes(curves: NDArray[np.float64], size_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the seconds at sizes, on straight lines between powers of two and beyond the last.
 
-    `curves` is [points], or [..., points] with sizes of the same leading dims.
+    `curves` is [points], or [..., points] with sizes of the same leading dims. Sizes below `2 ** FIRST_POWER` bytes
+    take as long as that size.
     """
     size = np.maximum(size_bytes, 2.0**FIRST_POWER)
     below = np.minimum(np.frexp(size)[1] - 1 - FIRST_POWER, POINTS - 2).astype(np.int64)
@@ -110,9 +113,10 @@ def between_seconds(
 
     A ring passes through every island once for each device in it, so each card carries `1 / inside` of the bytes that
     cross a border. They are sent in parts of one device's shard: `(n - 1) / inside` parts, twice for an all-reduce.
-    Small all-reduces go up and down a tree of islands instead. In an all-to-all each device sends through its own card.
+    Small all-reduces go up and down a tree of islands instead. In an all-to-all each device sends through its own card,
+    and a permute sends its whole size through it.
 
-    - `kind`: kind of collective.
+    - `kind`: kind of collective; a gather and a reduce-scatter cost alike.
     - `islands`, `inside`: number of islands, and devices in each.
     - `size_bytes`: size of the collective, as `Collectives` defines it.
     - `network`: figures of the network.
@@ -121,6 +125,7 @@ def between_seconds(
     constants, rate, trip = network.constants, network.card_bytes_per_s, network.round_trip_s
 
     def chunks(part: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the seconds to hand over a part to the card, one chunk at least."""
         return np.maximum(1.0, part / constants.chunk_bytes) * constants.chunk_s
 
     if kind == "collective-permute":
@@ -145,9 +150,11 @@ class MatmulRates:
     """Measured FLOP/s of bf16 matmuls, by logarithms of batch, rows, columns and contracted size."""
 
     batches: NDArray[np.float64]
+    """Measured batches, ascending."""
     sizes: NDArray[np.float64]
+    """Measured rows, columns and contracted sizes, ascending."""
     logs: NDArray[np.float64]
-    """Logarithms of the FLOP/s, [batches, sizes, sizes, sizes]."""
+    """Base-2 logarithms of the FLOP/s, [batches, rows, columns, contracted sizes]."""
     share: float
     """Peak FLOP/s of this chip over that of the measured chip."""
 
@@ -159,7 +166,8 @@ class MatmulRates:
         batch. A size beyond the table therefore increases the other sizes. This holds for k as well, since libraries
         sum its parts in tiles of their own (split-K).
 
-        Below the table the rate stays constant, except that a tile of `TILE` counts as full. On a chip with another
+        Below the table the rate stays constant, but rows, columns or contracted elements below `TILE` scale it by their
+        share of `TILE`. On a chip with another
         peak, a matmul runs like one that takes as long on the measured chip (assumed). Each size counts as larger by
         the cubic root of the ratio of peaks.
         """
@@ -175,7 +183,7 @@ class MatmulRates:
         return np.asarray(filled * np.exp2(self._interpolated(places) - self.logs.max()))
 
     def _grids(self) -> list[NDArray[np.float64]]:
-        """Return the logarithms of the measured batches, rows, columns and contracted sizes."""
+        """Return the base-2 logarithms of the measured batches, rows, columns and contracted sizes."""
         return [np.log2(self.batches), *[np.log2(self.sizes)] * 3]
 
     def _interpolated(self, places: list[NDArray[np.float64]]) -> NDArray[np.float64]:
@@ -195,7 +203,7 @@ class MatmulRates:
 
 @functools.cache
 def matmul_rates(chip: Chip) -> MatmulRates | None:
-    """Return the rates of a measured chip; None for all others."""
+    """Return the rates of a measured chip, its own or those of the chip that its entry names; None for all others."""
     entry = _chips().get(chip.name)
     if entry is None:
         return None
@@ -218,7 +226,8 @@ FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 def fraction_for(topology: Topology, peak_bytes: float) -> float | None:
     """Return the share of a GPU's memory, in hundredths, that JAX must allocate for a step with this peak.
 
-    None if JAX's default is enough, and for backends whose memory JAX allocates whole.
+    The share is rounded up, and is above 1 for a peak beyond the memory. None if JAX's default is enough, and for
+    backends whose memory JAX allocates whole.
     """
     if topology.traits.name != "gpu":
         return None

@@ -33,6 +33,7 @@ except ImportError:  # Windows: SQLite's own locks only
 VARIABLE = "AUTOSHARD_DATA_DIR"
 """Environment variable with the database's directory; set but empty for no database."""
 FILE = "observations.sqlite3"
+"""Name of the database in its directory."""
 
 _APPLICATION = 0x41534F42  # "ASOB", in the file's head
 _SCHEMA = 1
@@ -67,14 +68,16 @@ class Database:
         return None if folder is None else cls(folder)
 
     def add(self, observations: Sequence[Observation]) -> bool:
-        """Store observations, all or none; return True once they are on the disk.
+        """Store observations, all or none; return True once they are on the disk, and False if they are not stored.
 
-        An observation that is already stored stays unchanged.
+        An observation that is already stored stays unchanged. Nothing is raised: a file or directory that cannot be
+        written, or that belongs to another user or a newer version, causes a warning.
         """
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         rows = [(o.id, o.topology, o.compiler, o.judge, o.op, o.to_json(), now) for o in observations]
 
         def insert(connection: sqlite3.Connection) -> bool:
+            """Insert the rows in one transaction; return True."""
             connection.execute("BEGIN IMMEDIATE")
             _prepare(connection)
             connection.executemany("INSERT OR IGNORE INTO observations VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
@@ -103,6 +106,7 @@ class Database:
             return []
 
         def select(connection: sqlite3.Connection) -> list[Observation]:
+            """Select the rows; a file without tables has none."""
             if _is_empty(connection):
                 return []
             query = "SELECT content FROM observations WHERE topology = ? AND compiler = ? ORDER BY id"
@@ -111,7 +115,10 @@ class Database:
         return self._work(select, [])
 
     def _work(self, work: Callable[[sqlite3.Connection], T], otherwise: T) -> T:
-        """Run `work` on the file, and again on a new file if the old one was set aside; else return `otherwise`."""
+        """Run `work` on the checked file and return its result; return `otherwise` after a warning if that fails.
+
+        A damaged file is set aside, and `work` then runs once more on a new file.
+        """
         for attempt in range(2):
             try:
                 if self.path.exists() and not is_ours(self.path.stat()):
@@ -135,7 +142,7 @@ class Database:
         return otherwise
 
     def _set_aside(self, why: str) -> bool:
-        """Rename the damaged file; return True if it is gone.
+        """Rename the damaged file to the first free `FILE.aside-N`; return True if it is gone, also by another process.
 
         Its journal is renamed first, so that SQLite does not apply it to a new file.
         """
@@ -156,7 +163,7 @@ class Database:
         return True
 
     def _is_damaged(self) -> bool:
-        """Return True if the file exists and fails the checks."""
+        """Return True if the file exists and fails the checks; a file of a newer version is not damaged."""
         if not self.path.exists():
             return False
         try:
@@ -170,9 +177,10 @@ class Database:
 
     @contextlib.contextmanager
     def _locked(self, alone: bool) -> Iterator[None]:
-        """Lock the file next to the database, exclusively if `alone`.
+        """Lock the file next to the database for the `with` block, exclusively if `alone`; do nothing on Windows.
 
-        A shared lock is skipped if the directory cannot be written, since no process can rename the database then.
+        Raises `OSError` if an exclusive lock is impossible. A shared lock is skipped if the directory cannot be
+        written, since no process can rename the database then.
         """
         if fcntl is None:
             yield
@@ -191,7 +199,7 @@ class Database:
             os.close(handle)
 
     def _say(self, what: str, line: str) -> None:
-        """Warn once for each file and process."""
+        """Warn once for each kind of problem (`what`), file and process."""
         if (what, str(self.path)) not in _reported:
             _reported.add((what, str(self.path)))
             _log.warning("autoshard: the database %s %s", self.path, line)
@@ -207,7 +215,7 @@ class _NewerError(Exception):
 
 @contextlib.contextmanager
 def _connected(path: Path) -> Iterator[sqlite3.Connection]:
-    """Open a connection for one piece of work, so that none stays open across forks or between threads."""
+    """Open a connection for the `with` block, so that none stays open across forks or between threads."""
     connection = sqlite3.connect(path, timeout=_WAIT_S, isolation_level=None)
     try:
         connection.execute("PRAGMA synchronous = FULL")
@@ -217,7 +225,10 @@ def _connected(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _check(connection: sqlite3.Connection) -> None:
-    """Refuse a file of another program, of a newer version, or with damaged content."""
+    """Refuse a file of another program or with damaged content (`_DamagedError`), and one of a newer version.
+
+    A file without tables passes. Raises `_NewerError` for any other schema than this version's.
+    """
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (schema,) = connection.execute("PRAGMA user_version").fetchone()
     if application != _APPLICATION:
@@ -240,7 +251,7 @@ def _is_empty(connection: sqlite3.Connection) -> bool:
 
 
 def _prepare(connection: sqlite3.Connection) -> None:
-    """Create the table in a new file, inside the transaction of its first rows."""
+    """Create the table and mark the file as ours if it has no tables, inside the transaction of its first rows."""
     if _is_empty(connection):
         connection.execute(_TABLE)
         connection.execute(f"PRAGMA application_id = {_APPLICATION}")

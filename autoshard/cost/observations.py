@@ -28,9 +28,11 @@ class Observation:
     """One observation of a step or of one of its ops."""
 
     topology: str
+    """Name of the topology that was observed."""
     compiler: str
     """The compiler of the step, as `compiler_version` writes it."""
     judge: Judge
+    """`compile` for the schedule of a compiler, `measure` for times on real devices."""
     op: str
     """`step`, or the kind of one collective."""
     about: Mapping[str, str]
@@ -38,7 +40,9 @@ class Observation:
     bill: Bill
     """The observed work, ready to be priced: a whole step, or one op of one shape."""
     seen: Mapping[str, Any]
-    """JSON of the judge's result; a time stands under `seconds`."""
+    """JSON of the judge's result. A measured time stands under `seconds`. A schedule has the `hidden_share` of all
+    communication, and under `hidden` that of each `traffic_class`, if they are known.
+    """
 
     def to_json(self) -> str:
         """Return canonical JSON: equal observations have equal text."""
@@ -47,7 +51,7 @@ class Observation:
 
     @classmethod
     def from_json(cls, text: str) -> "Observation":
-        """Parse the text of `to_json`. Raises: KeyError, TypeError or ValueError for any other text."""
+        """Parse the text of `to_json`. Raises: KeyError, TypeError, ValueError or AttributeError for any other text."""
         value = json.loads(text)
         if set(value) != _FIELDS:
             raise ValueError(f"an observation has the keys {sorted(_FIELDS)}")
@@ -55,17 +59,20 @@ class Observation:
 
     @property
     def id(self) -> str:
-        """Hash of the whole content."""
+        """SHA-256 of the whole content, in 64 hex digits."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
 
 def content_hash(observations: Iterable[Observation]) -> str:
-    """Return twelve hex digits that depend on the observations, and not on their order or time."""
+    """Return twelve hex digits that depend on the observations, and not on their order; also for no observations."""
     return hashlib.sha256("\n".join(sorted(o.id for o in observations)).encode()).hexdigest()[:12]
 
 
 def compiler_version(topology: Topology, flags: Sequence[str] = ()) -> str:
     """Return the text that identifies the compiler of a topology, its flags, and the machine if that matters.
+
+    It lists jaxlib and the backend's compiler with their installed versions; `unknown` if neither is installed. Flags,
+    sorted, count for TPUs alone.
 
     Compilers of TPUs and GPUs behave the same on every host. CPU devices are parts of this machine, so its processor is
     named.
@@ -88,7 +95,7 @@ def _version(package: str) -> str:
 
 
 def _processor() -> str:
-    """Return the name of the machine's processor."""
+    """Return the name of the machine's processor, as `/proc/cpuinfo` or `platform` gives it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

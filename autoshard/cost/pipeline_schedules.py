@@ -74,15 +74,16 @@ class Schedule:
         return self.name if self.rounds == 1 else f"{self.name}:{self.rounds}"
 
     def words(self) -> str:
-        """Return the schedule as a report describes it."""
+        """Return the schedule as a report describes it: stages, name, microbatches, and share of the bubble."""
         return f"{self.stages} stages, {self}, {self.microbatches} microbatches, {self.bubble:.1%} of the ticks bubble"
 
 
 def make_schedule(text: str, stages: int, microbatches: int) -> Schedule:
-    """Return the schedule with this name: `gpipe`, `1f1b`, `circular`, `interleaved:2` or `circular:2`.
+    """Return the schedule with this name: `gpipe`, `1f1b`, `interleaved:2` or `circular:2`.
 
-    The number is that of chunks in a stage. Raises: UserError, one sentence, for an unknown name and for numbers that
-    do not fit together.
+    The number, at least 2, is that of chunks in a stage; `interleaved` alone has 2, and `circular` alone is refused.
+    Schedules with chunks need a multiple of `stages` microbatches. Only `circular` works in ticks. Raises: UserError,
+    one sentence, for an unknown name and for numbers that do not fit together.
     """
     name, _, number = text.partition(":")
     turns = int(number) if number.isdecimal() else 2 if text == "interleaved" else 0
@@ -113,8 +114,11 @@ class StageWork:
     chunk: int
     """Number of the chunk over all stages, in the order of the layers."""
     microbatch: int
+    """Number of the microbatch from 0."""
     backward: bool
+    """True for the backward pass."""
     start_s: float
+    """Seconds from the begin of the step."""
     end_s: float
 
 
@@ -135,7 +139,7 @@ class Timetable:
 
     @property
     def bubble(self) -> float:
-        """Share of the time of all stages in which they compute nothing that is used."""
+        """Share of the time of all stages in which they compute nothing that is used; 0 for a step without time."""
         whole = self.schedule.stages * self.step_time_s
         return 1 - sum(self.busy_s) / whole if whole > 0 else 0.0
 
@@ -147,7 +151,8 @@ class Timetable:
     def peak_bytes(self, sizes: Sequence[float]) -> tuple[float, ...]:
         """Return the most bytes that each stage stores for the backward pass; `sizes[c]` is a microbatch's in chunk c.
 
-        The values are live from the begin of the forward work to the end of the backward work.
+        The values are live from the begin of the forward work to the end of the backward work. Without a backward pass
+        a stage stores the values of one microbatch at a time.
         """
         schedule = self.schedule
         if schedule.in_ticks and any(work.backward for work in self.rows[0]):
@@ -176,7 +181,9 @@ def timetable(
     - `backward_s`: the same for the backward pass; None for no backward pass.
     - `hand_over_s`: seconds between the end of a chunk and the begin of the next, one figure or one for each pair of
       successive chunks. The backward pass has the same hand-overs.
-    - `pause_s`: seconds between the passes of stages that work in ticks.
+    - `pause_s`: seconds between the passes of stages that work in ticks; other stages ignore it.
+
+    A tick lasts as long as the longest chunk and the longest hand-over. Raises: ValueError for another number of times.
     """
     forward = _each(forward_s, schedule.chunks, "forward")
     backward = None if backward_s is None else _each(backward_s, schedule.chunks, "backward")
@@ -190,7 +197,10 @@ def timetable(
 
 
 def _each(value: float | Sequence[float], count: int, what: str) -> Sequence[float]:
-    """Return one time for each of `count` chunks or pairs. Raises: ValueError for another number of times."""
+    """Return one time for each of `count` chunks or pairs, a single figure repeated.
+
+    Raises: ValueError for another number of times; `what` names them.
+    """
     if isinstance(value, int | float):
         return (float(value),) * count
     if len(value) != count:
@@ -203,7 +213,7 @@ _Item = tuple[bool, int, int]
 
 
 def _ahead(schedule: Schedule, stage: int) -> int:
-    """Return the number of forward pieces of a stage before its first pair of forward and backward work."""
+    """Return the number of forward pieces of a stage (from 0) before its first pair of forward and backward work."""
     count, stages = schedule.microbatches, schedule.stages
     if schedule.name == "gpipe":
         return count
@@ -213,7 +223,7 @@ def _ahead(schedule: Schedule, stage: int) -> int:
 
 
 def _order(schedule: Schedule, stage: int, train: bool) -> Iterator[_Item]:
-    """Yield the work of a stage in order."""
+    """Yield the work of a stage in order; without `train` the forward work alone."""
     turns = _turns(schedule, stage)
     if not train:
         yield from ((False, chunk, part) for chunk, part in turns)
@@ -305,7 +315,10 @@ def _in_ticks(
 
 
 def _changes(row: Sequence[StageWork], sizes: Sequence[float]) -> Iterator[float]:
-    """Yield the changes of a stage's live bytes in the order of time; a forward pass alone stores nothing."""
+    """Yield the changes of a stage's live bytes in the order of time.
+
+    In a forward pass alone, the bytes of each piece of work are added and removed at once.
+    """
     train = any(work.backward for work in row)
     for work in row:
         if not train:

@@ -22,6 +22,7 @@ from autoshard.cost.topology import Topology
 
 
 Properties = tuple[tuple[str, Any], ...]
+"""Pairs (name, value), sorted, with tuples in place of lists."""
 
 WHOLLY = "wholly"
 """Entry of `Charge.hides`: the whole collective overlaps with compute, for any figures."""
@@ -47,7 +48,7 @@ class Charge:
     """Figures that hide a collective; the largest is the share that overlaps with compute. None expose all of it."""
 
     def seconds(self, compute: Compute) -> float:
-        """Return the seconds of one execution of work; a collective has no such price."""
+        """Return the seconds of one execution of work; raise `KeyError` for a collective, which has no such price."""
         return float(WORK[self.op].price(compute, *self.amounts, **dict(self.properties)))
 
 
@@ -57,7 +58,7 @@ Price = Callable[..., NDArray[np.float64]]
 def _dot(
     compute: Compute, m: Any, n: Any, k: Any, batch: Any, size: Any, fused: Any = 0.0, *, dtype: str
 ) -> NDArray[np.float64]:
-    """Price matmuls by `Compute.dot_seconds`."""
+    """Price matmuls by `Compute.dot_seconds`; `size` and `fused` are its `size_bytes` and `fused_bytes`."""
     return compute.dot_seconds(m, n, k, batch, dtype, size, fused)
 
 
@@ -67,7 +68,7 @@ def _op(compute: Compute, flops: Any, size: Any, used: Any, *, dtype: str) -> ND
 
 
 def _again(compute: Compute, flops: Any, used: Any, *, dtype: str) -> NDArray[np.float64]:
-    """Price further passes of the matrix unit by `Compute.extra_pass_seconds`."""
+    """Price further passes of the matrix unit by `Compute.extra_pass_seconds`; `used` is as in `_op`."""
     return compute.extra_pass_seconds(flops, dtype, used * compute.calibration.matmul_efficiency)
 
 
@@ -82,7 +83,7 @@ def _sort(compute: Compute, elements: Any, size: Any, *, length: int, arrays: in
 
 
 def _launch(compute: Compute, ops: Any) -> NDArray[np.float64]:
-    """Price the launches of `ops` kernels."""
+    """Price the launches of `ops` kernels, each with `Calibration.op_overhead_s`."""
     return ops * compute.calibration.op_overhead_s
 
 
@@ -119,7 +120,9 @@ class Bill:
     """All charges of one step, sorted, with equal charges merged."""
 
     topology: str
+    """Name of the topology of the step."""
     mesh: tuple[tuple[str, int], ...]
+    """Pairs (axis, size), major first."""
     charges: tuple[Charge, ...]
 
     @classmethod
@@ -132,7 +135,10 @@ class Bill:
         return cls(mesh.topology.name, tuple(mesh.axes.items()), tuple(sorted(merged)))
 
     def parts(self, calibration: Calibration) -> "Parts":
-        """Price the charges with a calibration and sum them by lane and kind."""
+        """Price the charges with a calibration and sum them by lane and kind.
+
+        The hidden part of a collective adds to the lanes of its links, and the exposed part to `Parts.waits`.
+        """
         mesh, link_of = _mesh(self.topology, self.mesh)
         compute, prices = Compute(mesh.topology, calibration), Collectives(mesh, calibration)
         lanes: dict[tuple[int, str], float] = collections.defaultdict(float)
@@ -159,7 +165,7 @@ class Bill:
         return Parts(dict(lanes), dict(waits), dict(spent), {name: (a, b) for name, (a, b) in sent.items()})
 
     def seconds(self, calibration: Calibration) -> float:
-        """Return the predicted step time."""
+        """Return the predicted step time in seconds, `Parts.step_s`."""
         return self.parts(calibration).step_s
 
     def to_json(self) -> dict[str, Any]:
@@ -169,7 +175,7 @@ class Bill:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Bill":
-        """Parse the values of `to_json`. Raises: KeyError, TypeError or ValueError for any other values."""
+        """Parse the values of `to_json`. Raises: KeyError, TypeError, ValueError or AttributeError for others."""
         charges = [
             Charge(op, _frozen(properties), tuple(amounts), block, count, tuple(hides))
             for op, properties, amounts, block, count, hides in value["charges"]
@@ -221,7 +227,10 @@ LEAST_TRAFFIC = 0.1
 
 
 def hidden_shares(traffic: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """Return the hidden share of each class of communication with at least `LEAST_TRAFFIC` of all communication."""
+    """Return the hidden share, 0 to 1, of each class of communication with at least `LEAST_TRAFFIC` of all of it.
+
+    - `traffic`: seconds and exposed seconds by class, as in `Parts.traffic`.
+    """
     total = sum(sent for sent, _ in traffic.values())
     return {
         name: min(1.0, max(0.0, 1.0 - waited / sent))
@@ -259,19 +268,21 @@ class _Batch:
     block: int
     hides: tuple[str, ...]
     amounts: tuple[NDArray[np.float64], ...]
+    """Each amount of all charges, [charges]."""
     counts: NDArray[np.float64]
+    """Executions of each charge, [charges]."""
 
 
 @functools.lru_cache(maxsize=64)
 def _mesh(topology: str, sizes: tuple[tuple[str, int], ...]) -> tuple[Mesh, dict[str, str]]:
-    """Return the mesh, and for each axis a name of the links that it uses."""
+    """Return the mesh, and for each axis larger than 1 a name of its links; axes that share links share the name."""
     mesh = make_mesh(Topology.parse(topology), dict(sizes))
     return mesh, {axis: "+".join(group) for group in links(mesh) for axis in group}
 
 
 @functools.lru_cache(maxsize=1024)
 def _batches(charges: tuple[Charge, ...]) -> tuple[_Batch, ...]:
-    """Group charges that differ only in amounts and counts."""
+    """Group charges that differ only in amounts and counts, so that one call prices each group."""
     groups: dict[tuple[Any, ...], list[Charge]] = collections.defaultdict(list)
     for charge in charges:
         groups[charge.op, charge.properties, charge.block, charge.hides].append(charge)

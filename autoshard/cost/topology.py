@@ -17,7 +17,9 @@ from autoshard.errors import UserError
 MOST_DEVICES = 1 << 18
 """Most devices of a topology, more than any machine has (assumed). Device orders and layouts are tables this long."""
 _MOST_DIGITS = 9
+"""Most digits of a number in a topology's name."""
 _MOST_CORES = 4096
+"""Most cores that devices of a CPU may share."""
 _AXIS_NAMES = ("x", "y", "z")
 
 
@@ -26,7 +28,7 @@ class PhysicalAxis:
     """One axis of the hardware, major first in a topology's `physical_axes`.
 
     `kind` names its links: `torus` (ICI), `die` (devices of one chip), `switch` (NVLink), `network` (DCN between slices
-    or islands), `memory` (devices of one process).
+    or islands), `memory` (devices of one process). `wrap` is True if the axis closes to a ring.
     """
 
     name: str
@@ -37,7 +39,7 @@ class PhysicalAxis:
 
 @functools.cache
 def _slice_table() -> dict[str, str]:
-    """Load the table of slice name -> topology."""
+    """Load the table of slice name -> topology, such as `v5e-16` -> `v5e:4x4`."""
     return json.loads(pathlib.Path(__file__).with_name("slices.json").read_text())["slices"]
 
 
@@ -47,7 +49,7 @@ def slice_names() -> tuple[str, ...]:
 
 
 def slice_shapes(chip: Chip) -> dict[str, tuple[int, ...]]:
-    """Return slice name -> shape for one chip."""
+    """Return slice name -> shape for one chip, empty if its slices have no names."""
     entries = {name: text.partition(":") for name, text in _slice_table().items()}
     return {
         name: tuple(int(size) for size in shape.split("x"))
@@ -64,14 +66,20 @@ class Topology:
     """
 
     name: str
+    """Canonical text that `parse` reads."""
     chip: Chip
     shape: tuple[int, ...]
+    """Chips of one slice along each dim of the torus; the number of devices of an island or of a CPU."""
     slices: int
+    """Number of slices or islands; 1 for a CPU."""
     wrap: tuple[bool, ...]
+    """True for each dim of the shape that closes to a ring."""
     twisted: bool = False
     """True if the links that close the short axes lead half-way along the long axes (see `_may_twist`)."""
     host_memory_bytes: int = 0
+    """Bytes of the machine's main memory for CPU devices; 0 for other chips, as `host_cores`."""
     host_cores: int = 0
+    """Cores that the devices of a CPU share."""
 
     @classmethod
     def parse(cls, text: str) -> "Topology":
@@ -111,9 +119,14 @@ class Topology:
     ) -> "Topology":
         """Make a topology from its parts; the sizes of a TPU's shape are put in ascending order (`4x8x4` is `4x4x8`).
 
-        `cores` is the number that CPU devices share (default: the machine's).
+        - `chip`: kind of the chips.
+        - `shape`: chips of one slice by dim; for GPUs and CPUs one number of devices.
+        - `slices`: number of slices or islands.
+        - `twisted`: use the twisted torus of that shape.
+        - `cores`: number of cores that CPU devices share; None for the machine's.
 
-        Raises: UserError for a shape that the chip does not come in.
+        Raises: UserError for a shape that the chip does not come in or that has no twisted form, and for more than
+        `MOST_DEVICES` devices. Several slices of a CPU, and `cores` of another chip, are refused too.
         """
         if chip.traits.torus:
             shape = _check_tpu_shape(chip, shape)
@@ -183,13 +196,13 @@ class Topology:
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes that a program may allocate on one device."""
+        """Bytes that a program may allocate on one device; an equal share of the machine's memory for CPU devices."""
         if self.traits.shares_machine:
             return self.host_memory_bytes // self.num_devices
         return self.chip.usable_bytes_per_device
 
     def peak_flops(self, dtype: str) -> float:
-        """Return the peak FLOP/s of one device; devices of a `cpu:N` share the machine's cores."""
+        """Return the peak FLOP/s of one device for a dtype; devices of a `cpu:N` share the machine's cores."""
         peak = self.chip.peak_flops(dtype)
         if self.traits.shares_machine:
             return peak * self.host_cores / self.num_devices
@@ -234,7 +247,7 @@ class Topology:
         return rest, (xyz[0], xyz[1], xyz[2]), core
 
     def device_at(self, slice_index: int, coords: tuple[int, ...], core: int = 0) -> int:
-        """Return the device number of these coordinates, the inverse of `coords`."""
+        """Return the device number of these coordinates, the inverse of `coords`; they are not checked."""
         number = slice_index
         for size, coordinate in zip(self.shape, coords, strict=False):
             number = number * size + coordinate
@@ -242,7 +255,7 @@ class Topology:
 
 
 def _more_islands(chip: Chip, shape: tuple[int, ...]) -> str:
-    """Suggest islands if more devices were requested than one island has; return "" for other mistakes."""
+    """Return a clause that suggests islands if more GPUs were requested than one island has; "" for other mistakes."""
     count = math.prod(shape)
     if chip.traits.shares_machine or count <= chip.max_chips:
         return ""
@@ -261,7 +274,7 @@ def _machine() -> tuple[int, int]:
 
 
 def _parse_slice_name(name: str) -> tuple[Chip, tuple[int, ...]]:
-    """Parse a slice name: `v5litepod-16` -> (v5e, (4, 4)). Raises: UserError for an unknown name."""
+    """Parse a slice name: `v5litepod-16` -> (v5e, (4, 4)). Raises: UserError for an unknown name, with near ones."""
     generation, _, count = name.lower().rpartition("-")
     chip = load_chip(generation)
     key = f"{chip.name}-{count}"
@@ -280,7 +293,10 @@ def _parse_slice_name(name: str) -> tuple[Chip, tuple[int, ...]]:
 
 
 def _check_tpu_shape(chip: Chip, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape in ascending order. Raises: UserError with the existing shapes if the chip lacks it."""
+    """Return the shape in the order of `in_order`, without sizes of 1 beyond the torus's dims.
+
+    Raises: UserError with the existing shapes if the chip lacks it.
+    """
     asked = "x".join(map(str, shape))
     ordered = shape
     while len(ordered) > chip.torus_dims and 1 in ordered:
@@ -310,7 +326,9 @@ def _may_twist(shape: tuple[int, ...]) -> bool:
 def _wraps(chip: Chip, shape: tuple[int, ...], size: int) -> bool:
     """Return True if a torus axis closes to a ring.
 
-    A 2-D axis closes only at the pod's length, and a 3-D axis only in shapes of whole cubes.
+    A 2-D axis closes only at the pod's length (`length N`), and a 3-D axis only in shapes of whole cubes.
+
+    - `size`: size of the axis, one of `shape`.
     """
     rule, _, length = chip.wrap_rule.partition(" ")
     if rule == "length":

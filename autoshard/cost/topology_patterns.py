@@ -24,7 +24,8 @@ _PATTERN = re.compile(
 def shapes_of(chip: Chip) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of one slice, or island, that a chip is offered in, the smallest first.
 
-    Shapes of whole cubes are limited to those with slice names, although more exist. A CPU's devices have no shapes.
+    Shapes of whole cubes are limited to those with slice names, although more exist. A CPU's devices have no shapes, so
+    that the result is empty.
     """
     shapes = {tuple(shape) for shape in chip.small_shapes} | set(slice_shapes(chip).values())
     distinct = {Topology.make(chip, shape).shape for shape in shapes}
@@ -35,7 +36,8 @@ def find_topologies(pattern: str) -> tuple[Topology, ...]:
     """Return the topologies that a pattern stands for, the smallest first; a name without pattern stands for itself.
 
     `*` stands for any chip (`v5*`), shape (`v5e:*`), size of a shape (`v5e:4x*`) or number of a slice name (`v5p-*`).
-    `*1-4` at the end stands for one to four slices. Raises: UserError with near matches if there is none.
+    `*1-4` at the end stands for one to four slices. Raises: UserError with near matches if there is none, and for a
+    pattern of more than `MOST_FOUND` topologies.
     """
     text = pattern.strip()
     match = _PATTERN.fullmatch(text)
@@ -61,7 +63,7 @@ def larger_topologies(topology: Topology, devices: int) -> Iterator[Topology]:
     """Yield topologies of the same chip with more devices than `topology` and at least `devices`.
 
     The shapes of one slice come first, the smallest first. Further slices (or islands) of the largest shape follow. A
-    CPU yields none, since its devices have no shapes.
+    CPU yields none, since its devices have no shapes. At most `MOST_TRIED` numbers of slices follow.
     """
     if topology.chip.traits.shares_machine:
         return
@@ -75,7 +77,7 @@ def larger_topologies(topology: Topology, devices: int) -> Iterator[Topology]:
 
 
 def _is_pattern(match: re.Match[str]) -> bool:
-    """Return True if the text stands for several topologies."""
+    """Return True if a match of `_PATTERN` has a `*` in place of a name or number, or a range of slices."""
     return any("*" in (match[name] or "") for name in ("chip", "shape", "count")) or match["last"] is not None
 
 
@@ -99,7 +101,10 @@ def _chips(text: str) -> list[Chip]:
 
 
 def _matching(chip: Chip, match: re.Match[str]) -> list[tuple[int, ...]]:
-    """Return the shapes of a chip that match a pattern."""
+    """Return the shapes of a chip that match a pattern, none if there are none.
+
+    Raises: UserError for a shape without `*` that a named chip does not come in.
+    """
     if match["count"] is not None:
         pattern = f"{chip.name}-{match['count']}"
         return [shape for name, shape in slice_shapes(chip).items() if fnmatch.fnmatchcase(name, pattern)]
@@ -117,7 +122,7 @@ def _matching(chip: Chip, match: re.Match[str]) -> list[tuple[int, ...]]:
 
 
 def _offers(chips: list[Chip]) -> str:
-    """Describe the shapes that the first chip is offered in."""
+    """Describe the first eight shapes that the first chip is offered in, as a clause."""
     chip = chips[0]
     shapes = ["x".join(map(str, shape)) for shape in shapes_of(chip)]
     listed = ", ".join(shapes[:8]) + (f" and {len(shapes) - 8} more" if len(shapes) > 8 else "")

@@ -14,7 +14,8 @@ from autoshard.cost.axis_layout import Segment
 def in_group(segments: Sequence[Segment], axes: dict[str, int]) -> list[Segment]:
     """Return the segments of a group on a twisted torus, with rings opened that the twist breaks.
 
-    A short axis is a ring only in a group with the major half of every long axis. `axes` maps axis name to size.
+    A short axis, the shortest of all, is a ring only in a group with the major digit of every long axis. `axes` maps
+    axis name to size.
     """
     short = min(axes.values())
     tops = {s.axis for s in segments if s.size * s.stride == axes.get(s.axis)}
@@ -23,7 +24,10 @@ def in_group(segments: Sequence[Segment], axes: dict[str, int]) -> list[Segment]
 
 
 def is_whole(segments: Sequence[Segment], axes: dict[str, int]) -> bool:
-    """Return True if a group consists of whole axes: every long axis and at least one short axis."""
+    """Return True if a group of a twisted torus consists of whole axes: every long axis and at least one short axis.
+
+    `axes` maps axis name to size; the short axes are the shortest.
+    """
     short = min(axes.values())
     whole = {s.axis for s in segments if s.size == axes.get(s.axis)}
     long = {name for name, size in axes.items() if size > short}
@@ -52,7 +56,7 @@ def mean_hops(shape: tuple[int, ...]) -> tuple[tuple[float, ...], int]:
 
 
 def snake(shape: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return all points of a box, each one step from the one before (boustrophedon order)."""
+    """Return all points of a box, each one step from the one before; a box without dims has one empty point."""
     if not shape:
         return [()]
     rest = snake(shape[1:])
@@ -63,8 +67,8 @@ def ring(shape: Sequence[int], wrap: Sequence[bool]) -> list[tuple[int, ...]]:
     """Return all points of a box in an order whose neighbours, also last and first, are one step apart if possible.
 
     A box with an even side and another side longer than one has such a cycle. The cycle walks the box as a snake, and
-    returns along one column. Fully wrapped boxes stay row-major, the order in which the hardware's torus collectives
-    find whole rings.
+    returns along one column. Any other box is a plain snake. Fully wrapped boxes and boxes of one dim stay row-major,
+    the order in which the hardware's torus collectives find whole rings.
     """
     if all(wrap) or len(shape) < 2:
         return list(itertools.product(*(range(size) for size in shape)))

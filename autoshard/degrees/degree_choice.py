@@ -17,6 +17,7 @@ from autoshard.serving import Decoder
 ZEROS = {"torchtitan": (2, 3), "megatron-core": (0, 1)}
 """Frameworks that degrees are chosen for, and the ZeRO stages of each."""
 _DENSE = ("llama", "mistral", "qwen2", "qwen3")
+"""Types of configurations (`model_type`) for which degrees are chosen."""
 _MOST_MICRO = 16
 """Sequences of the largest microbatch that is tried."""
 
@@ -30,12 +31,12 @@ class DegreeChoice:
 
     @property
     def limit_bytes(self) -> float:
-        """Bytes of one GPU that tensors may occupy."""
+        """Bytes of one GPU that tensors may occupy: a share of its usable memory (`HostFigures.usable_share`)."""
         return self.run.topology.usable_bytes * host_figures().usable_share
 
     @property
     def fits(self) -> bool:
-        """True if one GPU has enough memory for its part."""
+        """True if the peak of the step is at most `limit_bytes`."""
         return self.step.peak_bytes <= self.limit_bytes
 
     @property
@@ -45,9 +46,10 @@ class DegreeChoice:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs over the peak of the GPUs, with half of the scores masked."""
+        """Model FLOPs of a step over the peak bf16 FLOPs of all GPUs in its time, with half of the scores masked."""
         decoder, run = self.run.decoder, self.run
         multiplied = decoder.layers * decoder.dense_layer_params + decoder.table_params
+        # Six FLOPs for each parameter and token. Attention has 12 for each layer, width and key; half are masked.
         flops = run.tokens * (6.0 * multiplied + 6.0 * decoder.layers * decoder.width * run.seq)
         peak = run.topology.peak_flops("bf16") * run.topology.num_devices
         return flops / (self.step.seconds * peak)
@@ -56,7 +58,8 @@ class DegreeChoice:
 def gpu_decoder(program: str) -> Decoder:
     """Return the dims of a dense decoder's configuration, `hf:NAME` or `hf:PATH`.
 
-    Raises: UserError for another program, and for a model that is no such decoder.
+    Raises: UserError for another program, for a model that is no such decoder, and for heads that do not make up its
+    width.
     """
     if not program.startswith("hf:"):
         raise UserError(f"degrees are chosen for a configuration, hf:CONFIG; found {program!r}.")
@@ -83,6 +86,12 @@ def choose_degrees(
     The other plans follow, those that fit first, by step time. The recommended plan waits least for other nodes among
     the plans that are as fast as the fastest within the error (`INDISTINCT`). Tensor parallelism stays inside an
     island.
+
+    - `decoder`: dims of the model.
+    - `topology`: name of a topology of GPUs.
+    - `framework`: a key of `ZEROS`.
+    - `batch`: sequences of a step over all GPUs.
+    - `seq`: tokens of a sequence.
 
     Raises: UserError for a topology without prices for GPUs, another framework, or a batch that no plan divides. If
     nothing fits, the UserError names the least memory that a plan needs.
@@ -112,13 +121,17 @@ def choose_degrees(
 
 
 def format_degrees(run: GpuRun) -> str:
-    """Return a plan in a few words."""
+    """Return a plan in a few words: `dp8 tp4 pp1 ZeRO-2 micro 1 recompute`, the last one if layers are recomputed."""
     words = [f"dp{run.dp}", f"tp{run.tp}", f"pp{run.pp}", f"ZeRO-{run.zero}", f"micro {run.micro_batch}"]
     return " ".join(words + (["recompute"] if run.recompute == "full" else []))
 
 
 def _runs(decoder: Decoder, topology: Topology, framework: str, batch: int, seq: int) -> Iterator[GpuRun]:
-    """Yield every combination of degrees, microbatch, ZeRO stage and recomputation that divides devices and batch."""
+    """Yield every combination of degrees, microbatch, ZeRO stage and recomputation that divides devices and batch.
+
+    Tensor parallelism divides heads of keys, MLP width and vocabulary, and fits an island. A single replica has the
+    least ZeRO stage. Microbatches have at most `_MOST_MICRO` sequences, and stage 3 no pipeline.
+    """
     devices = topology.num_devices
     for tp in _divisors(min(devices, topology.shape[0])):
         if decoder.kv_heads % tp or decoder.mlp_width % tp or decoder.vocabulary % tp or devices % tp:

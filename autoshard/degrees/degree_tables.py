@@ -18,7 +18,7 @@ _SHOWN = 8
 
 
 def degree_figures(choices: Sequence[DegreeChoice]) -> dict[str, Any]:
-    """Return the JSON object of `autoshard degrees --json`: seconds and GiB, the recommended plan first."""
+    """Return the JSON object of `autoshard degrees --json`: plans in seconds and GiB, the recommended one first."""
     return {
         "plans": [
             {
@@ -43,7 +43,10 @@ def degree_figures(choices: Sequence[DegreeChoice]) -> dict[str, Any]:
 
 
 def degree_report(choices: Sequence[DegreeChoice]) -> RenderableType:
-    """Return a table of the recommended plan and the fastest plans that fit, with their times and the uncertainty."""
+    """Return a table of the recommended plan and the fastest plans that fit, up to `_SHOWN`, and the uncertainty.
+
+    The first of `choices` fits and is the recommended one, as `choose_degrees` returns them.
+    """
     fitting = [each for each in choices if each.fits]
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim")
     table.add_column("plan", no_wrap=True)
@@ -77,7 +80,10 @@ def degree_report(choices: Sequence[DegreeChoice]) -> RenderableType:
 
 
 def torchtitan_toml(choice: DegreeChoice) -> str:
-    """Return the sections of torchtitan's configuration that set these degrees."""
+    """Return the sections of torchtitan's TOML configuration that set these degrees.
+
+    With a pipeline a local batch is all microbatches of a replica, else one of them.
+    """
     run = choice.run
     local = run.micro_batch * (run.accumulation if run.pp > 1 else 1)
     pipeline = [
@@ -107,7 +113,7 @@ def torchtitan_toml(choice: DegreeChoice) -> str:
 
 
 def megatron_arguments(choice: DegreeChoice) -> str:
-    """Return the arguments of Megatron's `pretrain_gpt.py` that set these degrees and the decoder's dims."""
+    """Return the arguments of Megatron's `pretrain_gpt.py` that set these degrees and the decoder's dims, by line."""
     run, decoder = choice.run, choice.run.decoder
     lines = [
         f"--tensor-model-parallel-size {run.tp}",

@@ -20,10 +20,13 @@ class EagerFramework:
     """Work of a framework without a compiler in addition to matmuls, and its saved tensors (`frameworks.json`)."""
 
     source: str
+    """Publication or code that the figures are of."""
     attention: str
     """Attention: `flash`, or `scores` with the scores in memory."""
     gated: bool
+    """True if the MLP has a gate."""
     rotary: bool
+    """True if positions are rotations of queries and keys."""
     stages: str
     """Division of layers into stages: `equal`, or `by parameters`, with the head counted as layers."""
     sequence_parallel: bool
@@ -33,14 +36,25 @@ class EagerFramework:
     accumulated: bool
     """True if gradients of microbatches are added to a float32 buffer."""
     forward_bytes: Mapping[str, float]
+    """Bytes that kernels other than matmuls move in the forward pass, for each element of a kind of tensor.
+
+    Kinds: `hidden` (tokens x width), `ffn` (tokens x MLP width), `rotary` (tokens x width), `scores`, `logits`.
+    """
     backward_bytes: Mapping[str, float]
+    """Bytes of the backward pass, counted alike."""
     forward_ops: int
     """Ops that the host launches for a layer's forward pass."""
     backward_ops: int
+    """Number of ops of the backward pass, counted alike."""
     forward_collectives: int
+    """Tensor-parallel collectives that the host launches for a layer's forward pass."""
     backward_collectives: int
+    """Number of collectives of the backward pass, counted alike."""
     kept_bytes: Mapping[str, float]
-    """Bytes that a layer saves for its backward pass; `gathered` bytes are not split along the sequence."""
+    """Bytes that a layer saves for its backward pass, for each element of a kind of tensor.
+
+    Kinds are those of `forward_bytes`, and `gathered` (tokens x width), which is not split along the sequence.
+    """
     bucket_bytes: int
     """Bytes of 16-bit gradients that are summed over replicas at a time; 0 for all."""
     overlapped_sums: bool
@@ -66,8 +80,11 @@ class GpuRun:
     decoder: Decoder
     topology: Topology
     framework: str
+    """Name of an `EagerFramework`."""
     seq: int
+    """Tokens of one sequence."""
     dp: int
+    """Replicas; `tp` and `pp` are the GPUs of a tensor-parallel group and the stages of a pipeline."""
     tp: int
     pp: int
     micro_batch: int
@@ -81,13 +98,14 @@ class GpuRun:
     chunks: int = 1
     """Chunks of layers in a stage of an interleaved schedule."""
     dtype: str = "bf16"
+    """dtype of matmuls."""
     reduced_bytes: int = 0
     """Bytes of one element of a gradient when it is summed over replicas; 0 for the framework's."""
     stated_batch: int = 0
     """Sequences of a step according to the source; 0 if the source does not state it."""
 
     def __post_init__(self) -> None:
-        """Check the degrees. Raises: UserError with the equation that does not hold."""
+        """Check degrees, stated batch, ZeRO stage and recomputation. Raises: UserError for the first that is wrong."""
         if self.dp * self.tp * self.pp != self.topology.num_devices:
             raise UserError(
                 f"dp {self.dp} x tp {self.tp} x pp {self.pp} = {self.dp * self.tp * self.pp}, but {self.topology.name} "
@@ -115,7 +133,7 @@ class GpuRun:
 
     @property
     def eager(self) -> EagerFramework:
-        """The run's framework."""
+        """The run's framework. Raises: UserError for an unknown name."""
         return eager_framework(self.framework)
 
 
@@ -124,15 +142,19 @@ class GpuStage:
     """Blocks of a decoder on one stage of a pipeline."""
 
     layers: int
+    """Number of layers."""
     embedding: bool
+    """True if the stage has the table of tokens."""
     head: bool
+    """True if the stage has the head and the loss."""
 
 
 def gpu_stages(run: GpuRun) -> tuple[GpuStage, ...] | None:
     """Return the stages of a run; None if a stage would have no work, which frameworks refuse.
 
-    With stages by parameters, the next stage begins after the block that passes its share of all parameters in matmuls.
-    Blocks are in the order embedding, layers, norm, head, cast and loss.
+    Equal stages differ by at most one layer, and the first ones have more. The first stage has the embedding, the last
+    one the head. With stages by parameters, the next stage begins after the block that passes its share of all
+    parameters in matmuls. Blocks are in the order embedding, layers, norm, head, cast and loss.
     """
     decoder, pp = run.decoder, run.pp
     if run.eager.stages == "equal":
@@ -158,12 +180,18 @@ def gpu_stages(run: GpuRun) -> tuple[GpuStage, ...] | None:
 
 
 def waiting(run: GpuRun, place: int) -> int:
-    """Return the number of microbatches whose activations a stage of a 1F1B pipeline stores at once."""
+    """Return the number of microbatches whose activations a stage of a 1F1B pipeline stores at once.
+
+    `place` is the number of the stage from 0: the first stage stores most.
+    """
     return min(run.accumulation, run.pp - place)
 
 
 def gpu_topology(chip: str, devices: int) -> Topology:
-    """Return a topology of a chip with that many devices, in islands whose size divides a full island."""
+    """Return a topology of a chip with that many devices: one island if they fit, else equal islands.
+
+    The size of the islands is the greatest common divisor of `devices` and a full island.
+    """
     from autoshard.cost import load_chip
 
     most = load_chip(chip).max_chips

@@ -32,19 +32,22 @@ class HostFigures:
 
 @functools.cache
 def host_figures() -> HostFigures:
-    """Load the shipped figures."""
+    """Load the shipped figures of `gpu_figures.json`."""
     document = json.loads(pathlib.Path(__file__).with_name("gpu_figures.json").read_text())
     return HostFigures(**{name: entry["value"] for name, entry in document.items()})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pass:
-    """Seconds of one pass of one microbatch over a part."""
+    """Seconds of one pass of one microbatch over a part: of the device's kernels, and of the host's launches."""
 
     device: float
+    """Seconds of the kernels and of exposed collectives."""
     host: float
+    """Seconds of the launches."""
 
     def __add__(self, other: "Pass") -> "Pass":
+        """Return one pass after the other: device and host times each add up."""
         return Pass(self.device + other.device, self.host + other.host)
 
     def times(self, count: float) -> "Pass":
@@ -61,7 +64,7 @@ NOTHING = Pass(0.0, 0.0)
 
 
 class GpuPrices:
-    """Prices of one run's parts."""
+    """Prices of one microbatch of a run's parts on one GPU; `figures` default to `host_figures`."""
 
     def __init__(self, run: GpuRun, figures: HostFigures | None = None) -> None:
         self.run = run
@@ -73,19 +76,22 @@ class GpuPrices:
         """Parts into which the residual stream is cut."""
 
     def collective(self, kind: Kind, axis: str, size_bytes: float) -> float:
-        """Return the seconds of one collective over one of `dp`, `tp`, `pp`."""
+        """Return the seconds of one collective over one of `dp`, `tp`, `pp`; sizes are those of `Collectives`."""
         return float(self.wires.time(kind, (axis,), size_bytes))
 
     def matmul(self, m: float, n: float, k: float) -> float:
-        """Return the seconds of one matmul in the run's dtype."""
+        """Return the seconds of one matmul `[m, k] x [k, n]` in the run's dtype, with its traffic and overhead."""
         return float(self.compute.dot_seconds(m, n, k, dtype=self.run.dtype))
 
     def streamed(self, size_bytes: float, ops: float) -> float:
-        """Return the seconds of `ops` kernels that stream `size_bytes` from and to memory."""
+        """Return the seconds of `ops` kernels that stream `size_bytes` in all, with their overheads."""
         return float(self.compute.memory_seconds(size_bytes)) + ops * self.compute.calibration.op_overhead_s
 
     def _matmuls(self) -> list[tuple[float, float, float, bool]]:
-        """Return (rows, columns, contracted, begins a tensor-parallel block) of a layer's matmuls on one GPU."""
+        """Return (rows, columns, contracted, begins a tensor-parallel block) of a layer's matmuls on one GPU.
+
+        They are queries with keys and values, output, up with gate, and down.
+        """
         decoder, tp = self.run.decoder, self.run.tp
         kv = 2 * decoder.kv_heads * decoder.head_size
         up = (2 if decoder.gated else 1) * decoder.mlp_width
@@ -97,7 +103,10 @@ class GpuPrices:
         ]
 
     def _attention(self, backward: bool) -> float:
-        """Return the seconds of attention: one kernel with scores on chip, or matmuls with scores in memory."""
+        """Return the seconds of attention: one kernel with scores on chip, or matmuls with scores in memory.
+
+        Softmax and masks of scores in memory are priced by `_elementwise`.
+        """
         run, decoder = self.run, self.run.decoder
         heads = decoder.heads / run.tp
         scores = run.micro_batch * heads * run.seq * run.seq
@@ -114,7 +123,7 @@ class GpuPrices:
         return sum(pair) * (2 if backward else 1)
 
     def _elementwise(self, backward: bool) -> float:
-        """Return the seconds of a layer's kernels other than matmuls and attention."""
+        """Return the device seconds of a layer's kernels other than matmuls and attention, for one microbatch."""
         run, decoder = self.run, self.run.decoder
         each = run.eager.backward_bytes if backward else run.eager.forward_bytes
         size = each["hidden"] * self.tokens * decoder.width / self.spread
@@ -122,17 +131,18 @@ class GpuPrices:
         size += each["rotary"] * self.tokens * decoder.width / run.tp
         size += each["scores"] * run.micro_batch * decoder.heads / run.tp * run.seq * run.seq
         ops = run.eager.backward_ops if backward else run.eager.forward_ops
+        # About eight ops are matmuls and attention, whose prices contain their own overhead.
         return self.streamed(size * self.figures.eager_traffic, max(0, ops - 8))
 
     def _host(self, backward: bool) -> float:
-        """Return the seconds in which the host launches a layer's ops and collectives."""
+        """Return the seconds in which the host launches a layer's ops, and its collectives if `tp` is above 1."""
         eager = self.run.eager
         ops = eager.backward_ops if backward else eager.forward_ops
         calls = (eager.backward_collectives if backward else eager.forward_collectives) if self.run.tp > 1 else 0
         return (ops + calls) * self.figures.host_op_s
 
     def layer_forward(self) -> Pass:
-        """Price one layer of one microbatch, forward."""
+        """Price one layer of one microbatch, forward, with its two gathers and scatters, or sums, over `tp`."""
         device = sum(self.matmul(m, n, k) for m, n, k, _ in self._matmuls())
         device += self._attention(False) + self._elementwise(False)
         if self.run.tp > 1:
@@ -145,7 +155,7 @@ class GpuPrices:
         return Pass(device, self._host(False))
 
     def layer_backward(self) -> Pass:
-        """Price the gradients of one layer, and their addition to the buffer."""
+        """Price the gradients of one layer of one microbatch, and their addition to the buffer; no recomputation."""
         run = self.run
         device = self._attention(True) + self._elementwise(True)
         size = 2.0 * self.tokens * run.decoder.width
@@ -164,16 +174,23 @@ class GpuPrices:
         return Pass(device + self._accumulated(run.decoder.dense_layer_params), self._host(True))
 
     def _accumulated(self, parameters: float) -> float:
-        """Return the seconds in which a microbatch's gradients are added to their buffer."""
+        """Return the seconds in which a microbatch's gradients are added to their buffer.
+
+        Zero if the framework has no buffer, or if a step has one microbatch and gradients of 2 bytes.
+
+        - `parameters`: parameters of the part before they are split over `tp`.
+        """
         eager, run = self.run.eager, self.run
         if not eager.accumulated or run.accumulation == 1 and eager.gradient_bytes == 2:
             return 0.0
+        # The 16-bit gradient is read, and the buffer is read and written.
         return self.streamed((2 + 2 * eager.gradient_bytes) * parameters / run.tp, 4)
 
     def head(self, backward: bool) -> Pass:
-        """Price the head and the loss."""
+        """Price the head and the loss of one microbatch, forward or backward, with the collectives over `tp`."""
         run, decoder = self.run, self.run.decoder
         columns = decoder.vocabulary / run.tp
+        # Rough counts: 8 kernels besides matmuls, and 20 launches. A split loss sums maximum, exponentials and targets.
         each = run.eager.backward_bytes if backward else run.eager.forward_bytes
         device = self.streamed(each["logits"] * self.tokens * columns * self.figures.eager_traffic, 8)
         size = 2.0 * self.tokens * decoder.width
@@ -190,8 +207,12 @@ class GpuPrices:
         return Pass(device, 20 * self.figures.host_op_s)
 
     def embedding(self, backward: bool) -> Pass:
-        """Price the lookup in the table of tokens."""
+        """Price the lookup in the table of tokens, or backward the addition to the gradient of the table.
+
+        A table that the head shares on the same stage is added to the buffer by the head alone.
+        """
         run, decoder = self.run, self.run.decoder
+        # Forward reads and writes 2 bytes an element; backward sums in float32. Rough counts: 4 kernels, 6 launches.
         size = (12.0 if backward else 4.0) * self.tokens * decoder.width
         device = self.streamed(size, 4)
         if backward and not (decoder.tied and run.pp == 1):
@@ -202,7 +223,7 @@ class GpuPrices:
         return Pass(device, 6 * self.figures.host_op_s)
 
     def sent(self) -> float:
-        """Return the seconds of a microbatch's transfer to the next stage.
+        """Return the seconds of a microbatch's transfer to the next stage; 0 without a pipeline.
 
         Each GPU sends its part of the group's activations. If the residual stream is not split, the parts are gathered
         there.

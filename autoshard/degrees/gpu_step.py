@@ -17,7 +17,9 @@ class GpuStep:
     """Predicted seconds and bytes of a step of a run."""
 
     seconds: float
+    """Seconds of the step, the sum of `parts`."""
     peak_bytes: float
+    """Peak bytes of one GPU of the stage that needs most."""
     runs: bool
     """True if every stage has work."""
     parts: dict[str, float]
@@ -95,7 +97,10 @@ def _beside(each: Pass, sent: float, contention: float) -> Pass:
 
 
 def _parameters(run: GpuRun, stage: GpuStage) -> float:
-    """Return the number of a stage's parameters on one GPU of its tensor-parallel group."""
+    """Return the number of a stage's parameters on one GPU of its tensor-parallel group.
+
+    A tied table on a stage with both embedding and head counts once.
+    """
     tables = stage.embedding + stage.head
     if run.decoder.tied and stage.embedding and stage.head:
         tables = 1
@@ -106,7 +111,8 @@ def _updated(prices: GpuPrices, stages: tuple[GpuStage, ...]) -> tuple[float, fl
     """Return seconds of the sums over replicas, and of the optimizer's update, on the stage with most parameters.
 
     ZeRO stages 1 and 2 reduce-scatter gradients and gather parameters. The sums of stage 3 are zero here, since the
-    passes contain them. The update includes the zeroing, norm and clipping of gradients.
+    passes contain them; sums of a single replica are zero, too. The update includes the zeroing, norm and clipping of
+    gradients.
     """
     run = prices.run
     parameters = max(_parameters(run, stage) for stage in stages)
@@ -122,15 +128,22 @@ def _updated(prices: GpuPrices, stages: tuple[GpuStage, ...]) -> tuple[float, fl
         sums = count * each
     mine = parameters / (run.dp if run.zero else 1)
     all_gradients = parameters / (run.dp if run.zero == 3 else 1)
+    # 200 is a rough count of the kernels of an update.
     return sums, prices.streamed(_ADAM_BYTES * mine + _NORM_BYTES * all_gradients, 200)
 
 
 def _stage_bytes(run: GpuRun, stage: GpuStage, place: int) -> float:
-    """Return the peak bytes of one GPU of a stage: state, activations of the microbatches in flight, logits."""
+    """Return the peak bytes of one GPU of a stage: state, activations of the microbatches in flight, logits.
+
+    With recomputation a layer in flight stores its input alone, and one layer all its activations.
+
+    - `place`: number of the stage from 0.
+    """
     eager, decoder = run.eager, run.decoder
     parameters = _parameters(run, stage)
     over = [run.dp if run.zero >= least else 1 for least in (1, 2, 3)]
     copies = 2.0 if eager.gradient_copies and run.dp > 1 else 0.0
+    # Float32 parameter and two moments; the gradient; the 16-bit parameter. Each is split from its ZeRO stage on.
     state = parameters * (12.0 / over[0] + eager.gradient_bytes / over[1] + 2.0 / over[2] + copies)
     tokens = run.micro_batch * run.seq
     spread = run.tp if eager.sequence_parallel else 1

@@ -17,10 +17,11 @@ INDISTINCT = 0.21
 """Relative error of predicted steps that nine in ten of vTrain's runs on several nodes stay below."""
 
 Plan = TypeVar("Plan")
+"""Type of the plans that `steadiest` compares."""
 
 
 def waits(run: GpuRun) -> int:
-    """Return the number of messages between islands that a step waits for in sequence.
+    """Return the number of messages between islands that a step waits for in sequence; 0 within one island.
 
     Ranks of a tensor-parallel group are adjacent, replicas next, and stages outermost, as frameworks lay them out.
     """
@@ -33,13 +34,20 @@ def waits(run: GpuRun) -> int:
     if run.tp > island:
         # Each layer has two blocks with two passes, each with a gather and a scatter, or with one all-reduce.
         messages += (8 if run.eager.sequence_parallel else 4) * layers * ticks
+    # ZeRO 0 sums in two phases, 1 scatters and gathers. 2 scatters for each microbatch and gathers once. 3 gathers a
+    # layer forward and backward and scatters its gradients, for each microbatch.
     if run.dp > 1 and run.dp * run.tp > island:
         messages += {0: 2, 1: 2, 2: run.accumulation + 1, 3: 3 * layers * run.accumulation}[run.zero]
     return messages
 
 
 def steadiest(plans: Sequence[Plan], seconds: Callable[[Plan], float], run: Callable[[Plan], GpuRun]) -> Plan:
-    """Return the plan that waits least, then the fastest, of the plans within `INDISTINCT` of the least seconds."""
+    """Return the plan that waits least, then the fastest, of the plans within `INDISTINCT` of the least seconds.
+
+    Among equals the first one is returned. `plans` has at least one.
+
+    - `seconds`, `run`: functions that return the predicted seconds and the run of a plan.
+    """
     least = min(map(seconds, plans))
     near = [each for each in plans if seconds(each) <= least * (1.0 + INDISTINCT)]
     return min(near, key=lambda each: (waits(run(each)), seconds(each)))

@@ -86,10 +86,14 @@ def jit_unchanged(fn, args, mesh=None, **options):
 {arguments}
 {results}
 {hints}'''
+"""Template of the exported code."""
 
 
 def check_explicit(plan: Plan, program: Program | None) -> None:
-    """Check that a plan is of JAX code, as far as that is known without its program. Raises: UserError if it is not."""
+    """Return if a plan is of JAX code, as far as the plan, and the program if given, show; raise `UserError` otherwise.
+
+    Rejected are torch modules, models made from their configuration (`hf:`), and files of a compiler.
+    """
     name = plan.source.program if plan.source is not None else ""
     if program is not None and program.source is not None:
         name = str(program.source.get("program", ""))
@@ -111,7 +115,8 @@ def check_explicit(plan: Plan, program: Program | None) -> None:
 def explicit_text(plan: Plan, sentence: str, program: Program | None = None) -> str:
     """Return the plan's code for explicit mode; without its program the code has no hints.
 
-    Raises: UserError for a plan of a program that is not JAX code, and for a program other than the planned one.
+    `sentence` is the predicted step. If it is a prediction, a remark adds that it holds for `jit_unchanged`. Raises:
+    UserError for a plan of a program that is not JAX code, and for a program other than the planned one.
     """
     check_explicit(plan, program)
     hints: list[Hint] = []
@@ -144,7 +149,9 @@ def explicit_text(plan: Plan, sentence: str, program: Program | None = None) -> 
 
 
 def _hints_text(hints: list[Hint]) -> str:
-    """Return the table of hints, with comments on how each primitive gets its spec."""
+    """Return the code of the table `HINTS`, below comments on how each primitive gets its spec; hints without spec are
+    omitted.
+    """
     lines = [
         "# Where the plan has another spec than explicit mode's types, in the step's order: `hint(place, value)`\n"
         "# gives it to a value. Where it says `asks`, JAX has no type of its own; `at(place)` is for the op itself:\n"

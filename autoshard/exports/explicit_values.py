@@ -21,18 +21,21 @@ class Hint:
     place: str
     """Place such as `step.py:12 dot_general`, followed by `operand 1` if the hint is for an operand."""
     shape: tuple[int, ...]
+    """Shape of the value, unsplit."""
     spec: Spec | None
     """The plan's spec of the value; None if it is unknown, or does not split the value evenly."""
     asked: bool
-    """True if JAX infers no type of its own."""
+    """True if JAX infers no type and asks for a spec; False if it infers another than the plan's."""
     primitive: str
+    """Name of the JAX primitive."""
     operand: int | None = None
+    """Number of the operand that the hint is for; None for a result."""
 
 
 def explicit_hints(plan: Plan, program: Program) -> tuple[list[Hint], int]:
-    """Return the hints of a plan in program order, and the number of its pins on gradients.
+    """Return the hints of a plan in program order, and the number of its pins on values of backward passes.
 
-    Raises: UserError for a program other than the planned one.
+    The program is traced again. Raises: UserError for a program other than the planned one.
     """
     import jax
 
@@ -47,6 +50,7 @@ def explicit_hints(plan: Plan, program: Program) -> tuple[list[Hint], int]:
 
 
 Dims = tuple[tuple[str, ...], ...]
+"""Type of a value: the mesh axes that split each dim."""
 
 _HELPERS = ("constant", "broadcast_in_dim", "convert", "iota")
 """Kinds of ops that a primitive of another name may emit in addition to its main op."""
@@ -58,22 +62,25 @@ _REGIONS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_
 
 
 def _of_gradient(stack: str) -> bool:
-    """Return True if a name stack belongs to a backward pass."""
+    """Return True if a name stack belongs to a backward pass (it contains `transpose(jvp`)."""
     return "transpose(jvp" in stack
 
 
 def _stack(eqn: Any, outer: str) -> str:
-    """Return the full name stack of an equation inside an outer stack."""
+    """Return the name stack of an equation, preceded by that of the jaxpr it lies in."""
     return f"{outer}/{eqn.source_info.name_stack}"
 
 
 def _inner(value: Any) -> Any:
-    """Return the jaxpr of a parameter, which may be closed over constants or open."""
+    """Return the open jaxpr of a parameter that is a closed or an open jaxpr."""
     return getattr(value, "jaxpr", value)
 
 
 class _Typer:
-    """Walk over the equations of a step that infers the types of their values and collects hints."""
+    """Walk over the equations of a step that infers the types of their values and collects hints.
+
+    `match` and `reach` must run before `run`, which fills `hints`.
+    """
 
     def __init__(self, plan: Plan, graph: ProgramGraph) -> None:
         from jax.sharding import AbstractMesh, AxisType
@@ -89,7 +96,11 @@ class _Typer:
     # Ops of the program that the equations were lowered to
 
     def match(self, jaxpr: Any) -> None:
-        """Find the op of every equation: equations and ops of one name and shape stand in the same order."""
+        """Fill `ops` with the op of each equation, by the equation's id.
+
+        Equations and ops of one name, result shape and pass (forward or backward) correspond in order. If their counts
+        differ, helper ops are left out; if the counts still differ, these equations have no op.
+        """
         equations: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
         self._collect(jaxpr, "", equations)
         tensors = self.graph.reading.graph.tensors
@@ -106,7 +117,9 @@ class _Typer:
                 self.ops |= {id(eqn): op for eqn, op in zip(same, candidates, strict=True)}
 
     def _collect(self, jaxpr: Any, outer: str, found: dict[tuple[Any, ...], list[Any]]) -> None:
-        """Collect the equations of a jaxpr and of its inner jaxprs by name, shape and pass."""
+        """Append the equations of a jaxpr and of its inner jaxprs to `found`, by (name, shape of the first result, in a
+        backward pass). Equations with inner jaxprs are not listed.
+        """
         for eqn in jaxpr.eqns:
             name, stack = eqn.primitive.name, _stack(eqn, outer)
             inner = [eqn.params[key] for key in (_REGIONS.get(name), "cond_jaxpr", "body_jaxpr") if key in eqn.params]
@@ -121,7 +134,11 @@ class _Typer:
     # Equations that the step's own code contains
 
     def reach(self, jaxpr: Any, used: Sequence[bool], outer: str) -> None:
-        """Find the equations whose results reach the step's results without passing through gradients.
+        """Add to `reached` the ids of equations whose results reach the step's results without passing through
+        gradients.
+
+        - `used`: True for each result of `jaxpr` that the step uses.
+        - `outer`: name stack around `jaxpr`.
 
         All other equations are derivatives, which no code of the step contains.
         """
@@ -145,11 +162,15 @@ class _Typer:
     # Types
 
     def run(self, jaxpr: Any, ins: Sequence[Dims | None], outer: str) -> list[Dims | None]:
-        """Return the types of a jaxpr's results from those of its inputs; None for values that depend on gradients."""
+        """Return the types of a jaxpr's results from those of its inputs; None for values that depend on gradients.
+
+        Constants and literals count as unsplit. Hints are recorded on the way.
+        """
         known: dict[Any, Dims | None] = dict(zip(jaxpr.invars, ins, strict=True))
         known |= {var: _whole(var) for var in jaxpr.constvars}
 
         def read(atom: Any) -> Dims | None:
+            """Return the type of a variable or literal."""
             return _whole(atom) if hasattr(atom, "val") else known[atom]
 
         for eqn in jaxpr.eqns:
@@ -158,7 +179,11 @@ class _Typer:
         return [read(atom) for atom in jaxpr.outvars]
 
     def _types(self, eqn: Any, ins: list[Dims | None], stack: str) -> list[Dims | None]:
-        """Return the types of one equation's results, inner jaxprs included."""
+        """Return the types of one equation's results, inner jaxprs included.
+
+        Equations of a backward pass give None. A `while` gives the types of its initial values, a `cond` those of its
+        last branch.
+        """
         name, params = eqn.primitive.name, eqn.params
         if _of_gradient(stack):
             return [None] * len(eqn.outvars)
@@ -177,7 +202,9 @@ class _Typer:
         return self._one(eqn, ins)
 
     def _scan(self, eqn: Any, ins: list[Dims | None], stack: str) -> list[Dims | None]:
-        """Return the types of a scan's results: its carries keep their types, and stacked results get a leading dim."""
+        """Return the types of a scan's results: carries have the types of their initial values, stacked results an
+        unsplit leading dim.
+        """
         fixed, carried = scan_operands(eqn)
         slices = [None if dims is None else dims[1:] for dims in ins[fixed + carried :]]
         outs = self.run(_inner(eqn.params["jaxpr"]), [*ins[: fixed + carried], *slices], stack)
@@ -185,7 +212,11 @@ class _Typer:
         return [*ins[fixed : fixed + carried], *stacked]
 
     def _beside_gradient(self, eqn: Any, ins: Sequence[Dims | None], out: Any) -> Dims | None:
-        """Return the type of a value computed from a gradient: that of another input of its shape, else None."""
+        """Return the type of a value computed from a gradient: that of the first known input of the same shape, else
+        None.
+
+        A scalar has None too.
+        """
         shape = out.aval.shape
         similar = (
             dims for dims, atom in zip(ins, eqn.invars, strict=True)
@@ -194,7 +225,12 @@ class _Typer:
         return next(similar, None)
 
     def _one(self, eqn: Any, ins: list[Dims | None]) -> list[Dims | None]:
-        """Return the types of one equation's results, by JAX or, where it differs, by the plan; record a hint there."""
+        """Return the types of one equation's results, by JAX unless it infers none or the plan decides otherwise;
+        record hints there.
+
+        The plan decides results of heavy ops and pinned results, if their planned spec is known and even. If JAX infers
+        none, a result has the planned spec, or is unsplit if that is unknown. Only equations in `reached` give hints.
+        """
         op, written = self.ops.get(id(eqn)), id(eqn) in self.reached
         if written and op is not None and eqn.primitive.name == "dot_general":
             ins = self._operands(eqn, op, ins)
@@ -214,7 +250,9 @@ class _Typer:
         return outs
 
     def _operands(self, eqn: Any, op: Op, ins: list[Dims | None]) -> list[Dims | None]:
-        """Return the types of a matmul's operands, with hints where the plan reshards them."""
+        """Return the types of a matmul's operands: the planned ones where known and even, with hints where they
+        differ.
+        """
         outs = []
         for number, (dims, atom) in enumerate(zip(ins, eqn.invars, strict=True)):
             planned = self.graph.taken(op, number) if number < len(op.operands) else None
@@ -229,21 +267,25 @@ class _Typer:
         return outs
 
     def _even(self, spec: Spec, shape: tuple[int, ...]) -> Spec | None:
-        """Return the spec if a type can have it, else None: explicit mode splits evenly only."""
+        """Return the spec if a value of that shape can have it in explicit mode: same rank, every dim divisible.
+        Otherwise None.
+        """
         if len(spec.dims) != len(shape):
             return None
         counts = [self._parts(axes) for axes in spec.dims]
         return spec if all(size % count == 0 for size, count in zip(shape, counts, strict=True)) else None
 
     def _parts(self, axes: Sequence[str]) -> int:
-        """Return the number of parts that some axes split a dim into."""
+        """Return the number of parts that some axes split a dim into: the product of their sizes."""
         count = 1
         for axis in axes:
             count *= self.plan.mesh[axis]
         return count
 
     def _inferred(self, eqn: Any, ins: Sequence[Dims | None]) -> list[Dims] | None:
-        """Return the types that JAX infers for the results of an equation; None if it infers none."""
+        """Return the types that JAX infers for the results of an equation; None if JAX raises, or an input has no
+        dtype.
+        """
         import jax
         from jax.sharding import NamedSharding
 
@@ -257,6 +299,7 @@ class _Typer:
             shapes.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding))
 
         def bind(*given: Any) -> Any:
+            """Run the equation's primitive on its non-literal inputs."""
             arguments = dict(zip(places, given, strict=True))
             values = [arguments[n] if n in arguments else atom.val for n, atom in enumerate(eqn.invars)]
             return eqn.primitive.bind(*values, **eqn.params)
@@ -269,7 +312,10 @@ class _Typer:
         return [_dims(out) for out in outs]
 
     def _add(self, eqn: Any, op: Op | None, hint: Hint) -> None:
-        """Record a hint under a name of its own, unless an equal hint stands at that place."""
+        """Append a hint at its place (`file:line primitive`), numbered (`#2`, ...) if another hint has the place.
+
+        A hint that equals an earlier one of that place is omitted.
+        """
         line = op.line if op is not None and op.line else _line(eqn)
         place = f"{line} {hint.primitive}".strip() + ("" if hint.operand is None else f" operand {hint.operand}")
         names = {each.place: each for each in self.hints}
@@ -283,12 +329,15 @@ class _Typer:
 
 
 def _whole(atom: Any) -> Dims:
-    """Return the type of a value that no axis splits."""
+    """Return the type of a value that no axis splits; `()` for a value without shape."""
     return ((),) * len(getattr(atom.aval, "shape", ()))
 
 
 def _line(eqn: Any) -> str:
-    """Return the innermost line outside of JAX that an equation originates from."""
+    """Return `file.py:line` of the innermost frame outside of installed packages that an equation originates from.
+
+    Empty if there is none.
+    """
     traceback = eqn.source_info.traceback
     frames = [] if traceback is None else traceback.frames
     for frame in frames:
@@ -298,14 +347,16 @@ def _line(eqn: Any) -> str:
 
 
 def _dims(out: Any) -> Dims:
-    """Return the axes of every dim of a type."""
+    """Return the mesh axes of every dim of an abstract value; dims beyond the length of its spec have none."""
     spec: Sequence[Any] = getattr(out.sharding, "spec", ()) if out.sharding is not None else ()
     entries = [() if axes is None else (axes,) if isinstance(axes, str) else tuple(axes) for axes in spec]
     return (*entries, *((),) * (len(out.shape) - len(entries)))
 
 
 def advice(hints: Sequence[Hint]) -> Mapping[str, str]:
-    """Return for every primitive of some hints the argument or call that sets its spec in a program."""
+    """Return for each primitive that asks for a spec the argument or call that sets it in a program; primitives without
+    such advice are missing.
+    """
     return {hint.primitive: _ADVICE[hint.primitive] for hint in hints if hint.asked and hint.primitive in _ADVICE}
 
 
@@ -317,3 +368,4 @@ _ADVICE = {
     "scatter-add": "`x.at[ids].add(..., out_sharding=...)`",
     "scatter": "`x.at[ids].set(..., out_sharding=...)`",
 }
+"""Argument or call by primitive that sets the spec of its result."""

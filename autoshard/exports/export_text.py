@@ -1,4 +1,4 @@
-"""Text that exports share: first lines, tables, and the remat settings of MaxText."""
+"""Text that exports of all forms share: first lines, tables, specs and meshes as code."""
 
 from collections.abc import Mapping
 
@@ -17,12 +17,17 @@ MAKE_MESH = '''def make_mesh(devices=None):
     grid = np.array([ordered[number] for number in DEVICE_ORDER], dtype=object)
     return Mesh(grid.reshape(tuple(MESH.values())), tuple(MESH))
 '''
-"""Code that makes a JAX mesh of `MESH` and `DEVICE_ORDER`."""
+"""Code of a function that makes a JAX mesh of `MESH` and `DEVICE_ORDER`."""
 
 
 def head(plan: Plan, lacks: tuple[str, ...], sentence: str, mark: str = "#") -> str:
-    """Return the first comment lines of an export: origin, `sentence` (the predicted step), axis parts, and omissions
-    (`lacks`).
+    """Return the first comment lines of an export.
+
+    - `lacks`: a phrase for each omission, which follows `Not expressed here:`.
+    - `sentence`: the line on the predicted step.
+    - `mark`: the language's sign of a comment.
+
+    Lines: origin, `sentence`, one line for each mesh axis that the planner split in parts, and one for each omission.
     """
     mesh = mesh_words(plan.mesh)
     lines = [f"Shardings of {clean(plan.program_name, 80)} on {plan.topology}, mesh {mesh}; made by autoshard."]
@@ -34,17 +39,20 @@ def head(plan: Plan, lacks: tuple[str, ...], sentence: str, mark: str = "#") -> 
 
 
 def comment(line: str, mark: str = "#") -> str:
-    """Return one comment line and its line end; characters in names cannot end the line."""
+    """Return one comment line and its line end; unprintable characters in names are replaced, so that none can end the
+    line.
+    """
     return f"{mark} {clean(line)}\n"
 
 
 def _parts(plan: Plan, axis: str) -> list[str]:
-    """Return the axes of the mesh that are parts of an axis in parts, outer first."""
+    """Return the axes of the mesh that are parts of the original axis `axis`, outer first."""
     return [own for own in plan.mesh if own not in plan.original_mesh and own.startswith(f"{axis}(")]
 
 
 def unpinned(plan: Plan, instead: str = "XLA's propagation chooses them instead") -> tuple[str, ...]:
-    """Return a sentence for each kind of decision that an export of shardings alone omits.
+    """Return a sentence for each kind of decision that an export of shardings alone omits; none for kinds the plan
+    lacks.
 
     The kinds are pinned intermediates, ops and calls that run on shards, and tensors in host memory. `instead` ends the
     sentence on intermediates.
@@ -65,20 +73,20 @@ def unpinned(plan: Plan, instead: str = "XLA's propagation chooses them instead"
 
 
 def table(name: str, rows: Mapping[str, str]) -> str:
-    """Return the code of a dict constant; the values of `rows` are code."""
+    """Return the code of a dict constant `name`, one row a line; keys are strings, the values of `rows` are code."""
     body = "".join(f"    {key!r}: {value},\n" for key, value in rows.items())
     return f"{name} = {{\n{body}}}\n"
 
 
 def order_text(plan: Plan) -> str:
-    """Return the plan's device order as code."""
+    """Return the plan's device order as code: `range(n)` for the natural order, else the tuple."""
     if plan.device_order == tuple(range(len(plan.device_order))):
         return f"range({len(plan.device_order)})"
     return repr(plan.device_order)
 
 
 def partition(spec: Spec) -> str:
-    """Return a spec as code: `P('data', None, 'model')`."""
+    """Return a spec as code without trailing None: `P('data', None, 'model')`, `P()` for an unsplit tensor."""
     entries = [repr(axes[0]) if len(axes) == 1 else repr(axes) if axes else "None" for axes in spec.dims]
     while entries and entries[-1] == "None":
         entries.pop()

@@ -17,11 +17,15 @@ def partition_specs(axes=LOGICAL_AXES):
     """The `PartitionSpec` of each parameter (or of `INPUT_AXES`), as Flax makes it of names and rules."""
     return {{name: logical_to_mesh_axes(names, RULES) for name, names in axes.items()}}
 '''
+"""Template of the exported code."""
 
 
 @writes("flax")
 def flax_text(plan: Plan, sentence: str) -> str:
-    """Return the plan's logical axes for Flax, one for each way to split a dim, since a name may have only one rule."""
+    """Return the plan's logical axes for Flax, one name for each tuple of axes that splits a dim, with its rule.
+
+    `sentence` is the line on the predicted step. Optimizer state is omitted.
+    """
     rules: dict[tuple[str, ...], str] = {}
     rows, inputs = {}, {}
     for name, spec in plan.arguments.items():
@@ -40,7 +44,10 @@ def flax_text(plan: Plan, sentence: str) -> str:
 
 
 def _rule(rules: dict[tuple[str, ...], str], axes: tuple[str, ...]) -> str:
-    """Return the name of the rule for these axes, which no other rule has."""
+    """Return the logical name for these mesh axes, such as `over_data_model`; add it to `rules` if it is new.
+
+    Underscores are appended until no other axes have the name.
+    """
     name = f"over_{'_'.join(axis_words(axes))}"
     while axes not in rules and name in rules.values():
         name += "_"

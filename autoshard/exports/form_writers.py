@@ -23,12 +23,17 @@ class FormWriter:
 
 
 Write = TypeVar("Write", bound=Callable[..., str])
+"""Type of the decorated writer."""
 
 _WRITERS: dict[str, FormWriter] = {}
+"""Declared writers by the form's name."""
 
 
 def writes(form: str, check: Callable[[Plan, Program | None], None] | None = None) -> Callable[[Write], Write]:
-    """Declare the decorated function as the writer of a form; see `FormWriter`."""
+    """Return a decorator that declares a function as the writer of the form named `form`, and returns it unchanged.
+
+    `check` refuses plans, as in `FormWriter`.
+    """
 
     def declare(write: Write) -> Write:
         _WRITERS[form] = FormWriter(write, check)
@@ -38,7 +43,10 @@ def writes(form: str, check: Callable[[Plan, Program | None], None] | None = Non
 
 
 def writer_of(form: Form) -> FormWriter:
-    """Return the writer of a form, from whichever file of this folder declares it."""
+    """Return the writer of a form; import all files of this folder first if none of them has declared it yet.
+
+    KeyError if no file declares it.
+    """
     if form.name not in _WRITERS:
         folder = importlib.import_module(__package__ or "")
         for file in pkgutil.iter_modules(folder.__path__):

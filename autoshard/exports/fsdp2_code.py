@@ -77,13 +77,17 @@ def local_inputs(mesh, **inputs):
         found[name] = DTensor.from_local(value, mesh["tensor"], [Replicate()]) if "tensor" in MESH else value
     return found
 '''
+"""Template of the exported code."""
 
 
 @writes("fsdp2")
 def fsdp2_text(plan: Plan, sentence: str) -> str:
-    """Return the plan's code for FSDP2.
+    """Return the plan's code for FSDP2, with a mesh of `data` (all axes that split the batch) and `tensor` (those of
+    the parameters).
 
-    Raises: UserError for a plan that splits no batch, and for mesh axes that split neither batch nor parameters.
+    A parameter that is split by some of the axes, by several dims or unevenly has the nearest split that FSDP2 can
+    express. The head names such parameters. `sentence` is the line on the predicted step. Raises: UserError for a plan
+    that splits no batch, and for mesh axes that split neither batch nor parameters.
     """
     specs, lost = plan_parameters(plan)
     inputs = plan_inputs(plan)

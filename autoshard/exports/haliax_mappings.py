@@ -26,16 +26,20 @@ from jax.sharding import Mesh
 {compute}
 
 {make_mesh}"""
+"""Template of the exported code."""
 
 _SHARED = ("mlp", "heads")
 """Names, in addition to the batch, that Levanter maps by default if its configuration does not."""
 _IDLE = "replica"
-"""An axis of one device in every mesh of Levanter."""
+"""An axis of one device that every mesh of Levanter has."""
 
 
 @writes("haliax")
 def haliax_text(plan: Plan, sentence: str, program: Program | None = None) -> str:
-    """Return the plan's mappings for Haliax, followed by the lines of Levanter's configuration."""
+    """Return the plan's mappings for Haliax, followed by the lines of Levanter's configuration in comments.
+
+    `sentence` is the line on the predicted step. `program` must be given: it has the names of the dims.
+    """
     assert program is not None  # `check_names` requires it
     mappings, specs = by_name(plan, program)
     names = list(dict.fromkeys(name for dims in program.dims.values() for name in dims))
@@ -53,7 +57,10 @@ def haliax_text(plan: Plan, sentence: str, program: Program | None = None) -> st
 
 
 def _lacks(plan: Plan, specs: Mapping[str, Spec]) -> tuple[str, ...]:
-    """Return sentences on the tensors that a mapping common to all tensors does not split as the plan does."""
+    """Return sentences on tensors that one mapping for all names does not split as the plan does.
+
+    `specs` has the spec by argument that the mapping gives; split arguments missing there have no named axes.
+    """
     others = []
     for name, mapped in specs.items():
         if mapped != plan.arguments[name]:
@@ -72,12 +79,16 @@ def _lacks(plan: Plan, specs: Mapping[str, Spec]) -> tuple[str, ...]:
 
 
 def _mapping(axes: Mapping[str, tuple[str, ...]]) -> dict[str, str | tuple[str, ...]]:
-    """Return a mapping with single axes as plain strings."""
+    """Return a mapping from names to axes, with a single axis as a plain string."""
     return {name: own[0] if len(own) == 1 else own for name, own in axes.items()}
 
 
 def _levanter(plan: Plan, names: list[str], mappings: Mappings) -> str:
-    """Return the mappings as a section of Levanter's configuration, in comments."""
+    """Return the mappings as comment lines: a section of Levanter's configuration for dims named `names`.
+
+    The leading mesh axes whose sizes multiply to the number of slices are its `dcn_axes`. If there are none such, one
+    line states that Levanter cannot express the mesh.
+    """
     slices = Topology.parse(plan.topology).slices
     across = [axis for k, axis in enumerate(plan.mesh) if math.prod([*plan.mesh.values()][: k + 1]) <= slices > 1]
     if math.prod(plan.mesh[axis] for axis in across) != slices:
@@ -98,12 +109,16 @@ def _levanter(plan: Plan, names: list[str], mappings: Mappings) -> str:
 
 
 def _yaml(mapping: Mapping[str, object]) -> str:
-    """Return a mapping in YAML's flow style."""
+    """Return a mapping of words, numbers or tuples of words in YAML's flow style; words with other characters are
+    quoted.
+    """
 
     def word(name: object) -> str:
+        """Return a name as a YAML scalar, quoted if it has other characters than letters, digits and `_`."""
         return str(name) if re.fullmatch(r"\w+", str(name)) else json.dumps(name)
 
     def text(value: object) -> str:
+        """Return a value as a YAML scalar, a tuple as a list."""
         return f"[{', '.join(map(word, value))}]" if isinstance(value, tuple) else word(value)
 
     return f"{{{', '.join(f'{word(name)}: {text(value)}' for name, value in mapping.items())}}}"

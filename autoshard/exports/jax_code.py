@@ -35,11 +35,14 @@ def jit(fn, args, mesh=None, **options):
 {arguments}
 
 {results}'''
+"""Template of the exported code."""
 
 
 @writes("jax")
 def jax_text(plan: Plan, sentence: str) -> str:
-    """Return the plan's code for `jax.jit`."""
+    """Return the plan's code for `jax.jit`: mesh, and shardings of arguments and results. `sentence` is the line on the
+    predicted step.
+    """
     return head(plan, unpinned(plan), sentence) + _JAX.format(
         mesh=f"MESH = {plan.mesh!r}",
         order=f"DEVICE_ORDER = {order_text(plan)}",

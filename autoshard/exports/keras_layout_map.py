@@ -52,11 +52,17 @@ def check(model):
             f"{{list(found)[:3]}}. Keras numbers the layers of a process: name them, or make the model first."
         )
 '''
+"""Template of the exported code."""
 
 
 @writes("keras")
 def keras_text(plan: Plan, sentence: str) -> str:
-    """Return the plan's code for Keras."""
+    """Return the plan's code for Keras: layouts of split weights and other variables, without metrics, and the batch
+    axis.
+
+    `sentence` is the line on the predicted step. The batch axis is the first that splits a batch input. If none does,
+    it is an extra axis of one device.
+    """
     form = form_named("keras")
     layouts = expressible_specs(form, plan.arguments, plan.shapes, plan.roles, plan.mesh)
     names = [
@@ -79,7 +85,7 @@ def keras_text(plan: Plan, sentence: str) -> str:
 
 
 def _lacks(plan: Plan) -> tuple[str, ...]:
-    """Return sentences on the parts of the plan that a `LayoutMap` cannot represent."""
+    """Return sentences on the parts of the plan that a `LayoutMap` cannot represent; two of them always apply."""
     several = [name for name, spec in plan.arguments.items() if any(len(axes) > 1 for axes in spec.dims)]
     lacks = ["optimizer state of its own; Keras splits it like its variable."]
     if several:
@@ -92,12 +98,12 @@ def _lacks(plan: Plan) -> tuple[str, ...]:
 
 
 def _axes(spec: Spec) -> str:
-    """Return the code of a layout's axes, one for each dim."""
+    """Return the code of a layout's axes: for each dim its first axis, or None."""
     return repr(tuple(axes[0] if axes else None for axes in spec.dims))
 
 
 def _unused(plan: Plan) -> str:
-    """Return a name for an axis that the plan's mesh does not have."""
+    """Return a name that no axis of the plan's mesh has: `batch`, with underscores appended as needed."""
     name = "batch"
     while name in plan.mesh:
         name += "_"

@@ -13,7 +13,11 @@ from autoshard.report.display import clean
 
 @writes("maxtext")
 def maxtext_text(plan: Plan, sentence: str) -> str:
-    """Return the parallelism settings of MaxText's base.yml that are nearest to the plan's uses of axes."""
+    """Return the parallelism settings of MaxText's base.yml that are nearest to the plan's uses of axes.
+
+    Axes are assigned to slices (`dcn_...`) in mesh order, and the rest of each size to `ici_...`. Axes of one use
+    multiply. The lines of pipeline and recomputation follow. `sentence` is the line on the predicted step.
+    """
     slices = Topology.parse(plan.topology).slices
     settings: dict[str, int] = {}
     notes = []
@@ -46,7 +50,8 @@ def _pipeline(plan: Plan, parts: int) -> tuple[str, list[str]]:
 
     `parts` is the number of parts of the devices with stages. MaxText has one stage on each part. Its decoder layers
     are stages x layers per stage x repeats, and its microbatches a multiple of its stages (the comments of its
-    base.yml).
+    base.yml). Lines and sentences are empty without a pipeline of layers. With one part there are no lines. Layers that
+    do not divide are rounded down.
     """
     pipeline = plan.pipeline
     if pipeline is None or not pipeline.layers:
@@ -91,9 +96,10 @@ _DOTS = tuple(name for name in _TENSORS if name not in ("decoder_layer_input", "
 def _remat(plan: Plan) -> tuple[str, list[str]]:
     """Return the remat lines of MaxText's configuration, and sentences on the parts of the policy that they omit.
 
-    There are no lines and sentences if the plan names no remat policy, or only the program's own. MaxText places a
-    tensor on the `device` or its host (`offload`), or recomputes it (`remat`), in all layers. If layers differ, all get
-    the policy of the first layer.
+    Both are empty if the plan names no remat policy, or only the program's own. A policy without names of tensors
+    becomes MaxText's policy of that name, except for `dots`. Any other becomes `custom`: each tensor is on the `device`
+    or its host (`offload`), or recomputed (`remat`), in all layers. If layers differ, all get the policy of the first
+    layer.
     """
     try:
         planned = planned_remat(plan)
@@ -115,14 +121,18 @@ def _remat(plan: Plan) -> tuple[str, list[str]]:
 
 
 def _means(name: str, value: str) -> bool:
-    """Return True if two names are equal, or if the parts between dots of one are the last parts of the other."""
+    """Return True if two names are equal, or if the dotted parts of one are the last parts of the other."""
     return name == value or name.endswith(f".{value}") or value.endswith(f".{name}")
 
 
 def _place(policy: Policy, name: str, values: tuple[str, ...]) -> str:
     """Return MaxText's place of a tensor under a policy: `device`, `offload` or `remat`.
 
-    A layer's input stays on the `device` unless the policy offloads it.
+    - `name`: MaxText's name of the tensor.
+    - `values`: names of that value in other models.
+
+    The policy's own lists decide first, `keep` before `offload`. Otherwise a layer's input stays on the `device`, and
+    so do results of matmuls under the base `dots`; all else is `remat`.
     """
     for names, place in ((policy.keep, "device"), (policy.offload, "offload")):
         if any(_means(own, value) for own in names for value in values):

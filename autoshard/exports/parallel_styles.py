@@ -14,12 +14,13 @@ class Styles:
     """Degrees of data and tensor parallelism of a plan, and the style of every module that is split."""
 
     data: int
-    """Number of devices that each process their own part of the batch."""
+    """Number of parts of the batch."""
     tensor: int
-    """Number of devices that split modules between them."""
+    """Number of devices that share each module."""
     styles: dict[str, str]
-    """Name of a module, `*` for any layer -> `colwise`, `rowwise`, one of `GATHERED`, or either of an embedding's
-    styles. These are `embedding_rowwise` and `embedding_colwise`.
+    """Style by name of a module, with one entry for each run of layers.
+
+    It is `colwise`, `rowwise`, one of `GATHERED`, `embedding_rowwise` or `embedding_colwise`.
     """
     lacks: tuple[str, ...]
     """A sentence for each parameter whose split no style expresses."""
@@ -32,11 +33,13 @@ class Layers:
     tensor: tuple[str, ...]
     """Mesh axes that split modules."""
     styles: dict[str, str]
-    """Name of a split module -> its style, with the prefix `conv1d_` for a layer with its columns last."""
+    """Style by name of a split module (`colwise`, `rowwise`, `embedding_...`), with the prefix `conv1d_` for a layer
+    with its columns last.
+    """
     linear: dict[str, tuple[int, int]]
-    """Name of every linear layer -> numbers of its input and output columns."""
+    """Numbers of input and output columns by name of each linear layer, split or whole."""
     tied: frozenset[str]
-    """Embeddings that are linear layers as well."""
+    """Embeddings whose weight a linear layer uses too."""
     others: tuple[str, ...]
     """Split parameters of other modules than linear layers and embeddings."""
     lacks: tuple[str, ...]
@@ -44,7 +47,7 @@ class Layers:
 
 
 GATHERED = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
-"""Style of a module -> its variant with whole outputs (columns) or whole inputs (rows)."""
+"""Variant of each style whose outputs (columns) or inputs (rows) are whole."""
 COLUMNS_LAST = "conv1d_"
 """Prefix of the style of a layer with weights `[in, out]`, as transformers' Conv1D has them."""
 
@@ -52,6 +55,7 @@ COLUMNS_LAST = "conv1d_"
 def read_styles(plan: Plan, form: str) -> Styles:
     """Return the styles of a plan for an export to `form`, which supports PyTorch's own layers.
 
+    Splits of modules that are neither linear nor embeddings, or have their columns last, become sentences in `lacks`.
     Raises: UserError for a plan that splits no module in such a style, or that has no uses of parameters. Plans of
     programs that are no torch modules have none, nor have plans saved by an older version.
     """
@@ -76,7 +80,8 @@ def read_styles(plan: Plan, form: str) -> Styles:
 def read_layers(plan: Plan, form: str, over_batch: str) -> Layers:
     """Return the layers of a plan for an export to `form`. Raises: UserError for a plan without uses of parameters.
 
-    `over_batch` ends the sentence on a parameter that is also split over the batch's devices: what these do instead.
+    A parameter has a style only if all tensor axes split one dim of it together. `over_batch` completes the sentence on
+    a parameter that is also split over the batch's devices, `... which {over_batch}`.
     """
     if not plan.uses:
         raise UserError(
@@ -125,15 +130,15 @@ def read_layers(plan: Plan, form: str, over_batch: str) -> Layers:
 
 
 def fitting(plan: Plan, found: Layers, styles: Mapping[str, str], apart: frozenset[str]) -> dict[str, str]:
-    """Return the styles with values gathered between modules that do not match.
+    """Return `styles`, each replaced by its `GATHERED` variant where its module does not match its siblings.
 
-    Values stay split only between layers split by columns and the layers split by rows next to them that consume their
-    results. Modules do not match in three cases:
+    Values stay split only between layers split by columns and sibling layers (of one parent module) split by rows that
+    consume their results. A parent needs linear layers of both kinds. Modules do not match in three more cases:
 
-    - one of their layers is whole;
-    - one layer outputs more columns than the row-split layers accept (several layers in one, which shards cannot be cut
-      out of);
-    - another module with parameters stands next to them, unless its name is in `apart`.
+    - one of their linear layers is whole;
+    - one layer outputs more columns than a row-split layer accepts (several layers in one, out of which shards cannot
+      be cut);
+    - the parent has another parameter, unless its name is in `apart`.
     """
     siblings: dict[str, set[str]] = {}
     for name in styles:
@@ -159,19 +164,24 @@ def fitting(plan: Plan, found: Layers, styles: Mapping[str, str], apart: frozens
 
 
 def others_beside(plan: Plan, parent: str, linear: set[str]) -> set[str]:
-    """Return the parameters below a module that belong to none of its own linear layers."""
+    """Return the parameters below the module `parent` that belong to none of the layers `linear`; empty for the
+    root.
+    """
     inside = (n for n in plan.arguments if plan.is_weight(n) and parent and n.startswith(f"{parent}."))
     return {name for name in inside if name.rpartition(".")[0] not in linear}
 
 
 def sizes(plan: Plan) -> tuple[int, int]:
-    """Return the number of devices that share the batch, and the number that split modules."""
+    """Return the number of parts of the batch, and the number of devices that split modules; 1 for no axes."""
     data, tensor = (math.prod(plan.mesh[axis] for axis in axes) for axes in batch_and_tensor_axes(plan))
     return data, tensor
 
 
 def batch_and_tensor_axes(plan: Plan) -> tuple[list[str], list[str]]:
-    """Return the axes that split the first dim of an input, and other axes that split a parameter, in mesh order."""
+    """Return the axes that split the batch, and the other axes that split a parameter, both in mesh order.
+
+    The first axes are those of the first split dim of any input with the role `batch`, or of any input if none has it.
+    """
     inputs = plan_inputs(plan)
     # Buffers of a module on the meta device are inputs too.
     batch = {name: spec for name, spec in inputs.items() if plan.roles.get(f"batch.{name}") == "batch"} or inputs
@@ -188,20 +198,22 @@ def split_by(spec: Spec, axes: list[str]) -> int | None:
 
 
 def split_together(spec: Spec, dim: int, axes: list[str]) -> bool:
-    """Return True if all of the axes split that dim, in the order of the mesh."""
+    """Return True if all of `axes` split the dim `dim`, in this order; other axes may stand between them."""
     return [axis for axis in spec.dims[dim] if axis in axes] == axes
 
 
 def layer_shape(plan: Plan, name: str) -> tuple[int, ...]:
-    """Return the shape of a parameter in one layer."""
+    """Return the shape of a parameter in one layer: without the leading dim of a stack."""
     return plan.shapes[name][is_stacked(name) :]
 
 
 def _kind(plan: Plan, name: str, uses: list[ParameterUse], turned: bool) -> tuple[str, tuple[int, int]]:
-    """Return the kind of a parameter's module, and the numbers of its input and output columns.
+    """Return the kind of the module with the parameter `name`, and the numbers of its input and output columns.
 
-    The kind is `linear`, `columns last`, `embedding`, or empty for modules that no style splits. `turned` is True if
-    the module's layers have weights `[in, out]`.
+    The kind is `linear`, `columns last`, `embedding`, or empty for modules that no style splits. An embedding and an
+    empty kind have (0, 0). The first use decides. Without uses the shape of the bias decides; without a bias, or for
+    square weights, the kind is empty. `turned` is True if the module's layers have weights `[in, out]`, which decides
+    for square ones.
     """
     shape = layer_shape(plan, name)
     if not name.endswith(".weight") or len(shape) != 2:
@@ -224,7 +236,9 @@ def _kind(plan: Plan, name: str, uses: list[ParameterUse], turned: bool) -> tupl
 
 
 def _is_transposed(plan: Plan) -> bool:
-    """Return True if the module's layers have weights `[in, out]`, as GPT-2's do; one that is not square decides."""
+    """Return True if the module's layers have weights `[in, out]`, as GPT-2's do: some weight that is not square is
+    used so.
+    """
     seen: set[str] = set()
     for use in plan.uses:
         shape = layer_shape(plan, use.parameter)

@@ -24,6 +24,7 @@ def config():
     return DistributedConfig(tp_plan=dict.fromkeys(WHOLE, "replicate") | TP_PLAN, tp_size=TP_SIZE{options})
 '''
 _EXPERTS = "\n# Every process holds some of the experts, which tokens are sent to.\n"
+"""Comment above the experts' rules."""
 _CONV1D_IMPORTS = """import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 """
@@ -62,6 +63,7 @@ for style, options in {{
     ALL_PARALLEL_STYLES.register(style, Conv1DParallel(*options))
 
 '''.replace("{{", "{").replace("}}", "}")
+"""Code of the styles of layers with their columns last."""
 
 _TORCHTITAN = '''
 from torch.distributed.device_mesh import init_device_mesh
@@ -98,11 +100,15 @@ _CALLS = {
     "embedding_rowwise": "RowwiseParallel(input_layouts=Replicate())",
     "embedding_colwise": "ColwiseParallel(output_layouts=Replicate())",
 }
+"""Code of torch's style by name of ours."""
 
 
 @writes("transformers")
 def transformers_text(plan: Plan, sentence: str) -> str:
-    """Return the plan's code for transformers. Raises: UserError as `read_transformers` does."""
+    """Return the plan's code for transformers. `sentence` is the line on the predicted step.
+
+    Raises: UserError as `read_transformers` does, and if no axis splits modules.
+    """
     styles = read_transformers(plan)
     lacks = _lacks(plan, styles.tensor, styles.rules, styles.lacks)
     if styles.data > 1:
@@ -126,7 +132,11 @@ def transformers_text(plan: Plan, sentence: str) -> str:
 
 @writes("torchtitan")
 def torchtitan_text(plan: Plan, sentence: str) -> str:
-    """Return the plan's code for torchtitan. Raises: UserError as `read_styles` does."""
+    """Return the plan's code for torchtitan, with FSDP over the batch's devices if there are several.
+
+    `sentence` is the line on the predicted step. Raises: UserError as `read_styles` does, and if no axis splits
+    modules.
+    """
     styles = read_styles(plan, "torchtitan")
     data = styles.data > 1
     lacks = _lacks(plan, styles.tensor, styles.styles, styles.lacks)
@@ -144,7 +154,13 @@ def torchtitan_text(plan: Plan, sentence: str) -> str:
 
 
 def _lacks(plan: Plan, tensor: int, styles: Mapping[str, str], own: tuple[str, ...]) -> tuple[str, ...]:
-    """Return sentences on the omitted parts of the plan. Raises: UserError for one tensor-parallel device."""
+    """Return sentences on the omitted parts of the plan: its own decisions, `own`, and values that styles gather.
+
+    - `tensor`: number of devices that split modules.
+    - `styles`: style by name.
+
+    Raises: UserError if `tensor` is 1.
+    """
     gathers = sorted(name for name, style in styles.items() if style.removeprefix(COLUMNS_LAST) in GATHERED.values())
     if tensor == 1:
         raise UserError("tensor parallelism over one device splits nothing: the plan splits only the batch.")

@@ -47,7 +47,7 @@ def specs(tree):
 _BETWEEN = "[/.]"
 """Pattern between the parts of a path. A dict's key may contain dots, which look like separators in a plan's names."""
 _NUMBERED = r"(?:^|(?<=_))\d+$"
-"""Pattern of a layer's number: `3`, `encoderblock_3`."""
+"""Pattern of a layer's number at the end of a part of a path: `3`, or `3` in `encoderblock_3`."""
 _NUMBER = "\0"
 """Placeholder for any number; no name contains it."""
 _STATE = "optimizer state of its own; it is split like its parameter."
@@ -55,7 +55,10 @@ _STATE = "optimizer state of its own; it is split like its parameter."
 
 @writes("rules")
 def rules_text(plan: Plan, sentence: str) -> str:
-    """Return the plan's code with rules."""
+    """Return the plan's code with rules for weights and other inputs of at least one dim; batch inputs get a table.
+
+    `sentence` is the line on the predicted step.
+    """
     specs = {
         name: spec
         for name, spec in plan.arguments.items()
@@ -74,14 +77,20 @@ def rules_text(plan: Plan, sentence: str) -> str:
 
 
 def _paths(specs: dict[str, Spec]) -> dict[tuple[str, ...], Spec]:
-    """Return the paths of parameters without their common beginning: an argument's name, or that of a part of it."""
+    """Return specs by path, without the parts that all paths share at their beginning; a path's last part
+    always stays.
+    """
     parts = {name: tuple(name.split(".")) for name in specs}
     start = len(os.path.commonprefix([path[:-1] for path in parts.values()]))
     return {path[start:]: specs[name] for name, path in parts.items()}
 
 
 def _rules(specs: dict[tuple[str, ...], Spec]) -> list[tuple[str, Spec]]:
-    """Return patterns with their specs, the longest first; numbered layers with equal specs share one pattern."""
+    """Return patterns with their specs, those with most parts first, so that the first match is the right one.
+
+    Numbered layers with equal specs share one pattern. An unsplit parameter has a rule only if a later rule matches its
+    path.
+    """
     specs_of: dict[tuple[str, ...], set[Spec]] = defaultdict(set)
     for path, spec in specs.items():
         for form in _forms(path):
@@ -109,12 +118,16 @@ def _rules(specs: dict[tuple[str, ...], Spec]) -> list[tuple[str, Spec]]:
 
 
 def _part(form: str, parts: Sequence[str]) -> str:
-    """Return the pattern of one part of paths; a number that all of them share stays literal."""
+    """Return the pattern of one part of paths: `form` if the paths' `parts` differ there, else the literal part they
+    share.
+    """
     return re.escape(form if len({*parts}) > 1 else parts[0]).replace(_NUMBER, r"\d+")
 
 
 def _forms(path: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return the path with placeholders for some of its numbers, most placeholders first, itself last."""
+    """Return the path with placeholders for every subset of its numbers: most placeholders first, the path unchanged
+    last.
+    """
     numbered = [at for at, part in enumerate(path) if re.search(_NUMBERED, part)]
     subsets = [each for count in range(len(numbered), -1, -1) for each in itertools.combinations(numbered, count)]
     return [
@@ -124,7 +137,9 @@ def _forms(path: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 
 def _tactic(spec: Spec) -> str:
-    """Return the tactic of big_vision that splits the same dims."""
+    """Return big_vision's tactic that splits the same dims by the same axes, such as `shard_dim('data', 0)|...`; empty
+    for an unsplit spec.
+    """
     return "|".join(
         f"shard_dim({(axes[0] if len(axes) == 1 else axes)!r}, {dim})" for dim, axes in enumerate(spec.dims) if axes
     )

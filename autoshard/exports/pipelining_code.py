@@ -1,4 +1,4 @@
-"""Pipelines in exports: code for `torch.distributed.pipelining`, and MaxText's settings."""
+"""Export of a plan's pipeline to code for `torch.distributed.pipelining`."""
 
 import math
 
@@ -10,7 +10,7 @@ from autoshard.report.display import clean
 
 
 SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
-"""Names of schedules, and torch's classes for them."""
+"""Torch's class by name of a schedule."""
 
 _CODE = '''
 import torch
@@ -67,7 +67,9 @@ def make_schedule(model, args, kwargs=None, loss=None, device="cpu", group=None)
 def pipelining_text(plan: Plan, sentence: str) -> str:
     """Return the plan's code for `torch.distributed.pipelining`.
 
-    Raises: UserError for a plan without a program for each stage, and for a forward pass with an interleaved schedule.
+    A forward pass becomes `gpipe`, since torch's 1F1B requires a backward pass. The split within a stage is not
+    expressed. `sentence` is the line on the predicted step. Raises: UserError for a plan without a program for each
+    stage, and for a forward pass with an interleaved schedule.
     """
     pipeline = plan.pipeline
     if pipeline is None or pipeline.together:

@@ -32,11 +32,13 @@ class Export:
     """A plan in one form, with the prediction for that form."""
 
     form: str
+    """Name of the form, as in `FORMS`."""
     text: str
+    """The whole export, head included."""
     prediction: Prediction | None
     """The prediction of a step with the form's shardings; None if the form cannot be priced."""
     sentence: str
-    """The form's prediction in words, compared with that of the plan."""
+    """The form's prediction in words, compared with that of the plan; the reason if there is no prediction."""
 
 
 def export_plan(plan: Plan, form: str, program: Program | None = None, *, force: bool = False) -> str:
@@ -45,8 +47,8 @@ def export_plan(plan: Plan, form: str, program: Program | None = None, *, force:
     The first lines list the parts of the plan that the form cannot represent, and predict step time and memory of the
     rest. The prediction needs the plan's program, which is opened again at its source unless it is given.
 
-    Raises: UserError for another form, and for a form that would split nothing of a plan that splits, unless `force` is
-    set.
+    Raises: UserError for an unknown form, for one that does not fit the plan or its program, and for a file of bytes. A
+    form that would split nothing of a plan that splits raises it too, unless `force` is True.
     """
     return make_export(plan, form, program, force=force).text
 
@@ -54,7 +56,7 @@ def export_plan(plan: Plan, form: str, program: Program | None = None, *, force:
 def make_export(plan: Plan, form: str, program: Program | None = None, *, force: bool = False) -> Export:
     """Return the plan in one of the forms of `autoshard.planning.FORMS`, with the prediction for that form.
 
-    Raises: UserError as `export_plan` does, and for a form that is a file of bytes.
+    Compiler flags of the plan are added to the sentence. Raises: UserError as `export_plan` does.
     """
     known = form_named(form)
     if known.rest is not Rest.STAGES:
@@ -78,7 +80,11 @@ def make_export(plan: Plan, form: str, program: Program | None = None, *, force:
 
 
 def _refuse_nothing(plan: Plan, form: Form, program: Program | None) -> None:
-    """Refuse a form that would split nothing of a plan that splits."""
+    """Raise UserError if the form would split nothing of a plan that splits.
+
+    Return for one device, for the MaxText form and for pipeline stages. Results count as splits if the form has them
+    (`form.state`).
+    """
     if form.rest in (Rest.MAXTEXT, Rest.STAGES) or math.prod(plan.mesh.values()) == 1:
         return
     specs: dict[str, Spec | None] = {}
@@ -97,7 +103,11 @@ def _refuse_nothing(plan: Plan, form: Form, program: Program | None) -> None:
 
 
 def _opened(plan: Plan, form: Form, program: Program | None) -> tuple[Program | None, str]:
-    """Open the plan's program if a form or its price needs it; return the problem as text if it cannot be opened."""
+    """Return the plan's program and an empty text, or None and the problem if the program cannot be opened.
+
+    A given program is returned. None and an empty text are returned if neither the form nor its price needs the
+    program.
+    """
     unpriced = plan.origin.form == form.name and not form.reads_program
     if program is not None or unpriced or form.rest is Rest.STAGES:
         return program, ""
@@ -108,7 +118,12 @@ def _opened(plan: Plan, form: Form, program: Program | None) -> tuple[Program | 
 
 
 def _priced(plan: Plan, form: Form, program: Program | None, problem: str) -> tuple[Prediction | None, str]:
-    """Return the prediction for a form's shardings, and the sentence that reports it."""
+    """Return the prediction for a form's shardings, and the sentence that reports it.
+
+    The prediction is None if the form cannot be priced; the sentence then names the reason (`problem` if the program
+    could not be opened). It is the plan's own for stages, and for a plan that was made for this form and is without
+    program.
+    """
     if form.rest is Rest.STAGES:
         planned = plan.prediction
         step, peak = format_seconds(planned.step_time_s), format_bytes(planned.peak_bytes)

@@ -6,9 +6,11 @@ from autoshard.planning import Plan, Spec, dims_by_axis, is_stacked, layer_spec,
 
 
 def plan_parameters(plan: Plan) -> tuple[dict[str, Spec], tuple[str, ...]]:
-    """Return parameters by their name in a torch module, `*` for any layer, and sentences on omitted splits.
+    """Return the specs of parameters in a torch module by name, `*` for any layer, and a sentence for each omitted
+    split.
 
-    A stacked parameter has its layers as leading dim, which a module with a list of layers does not have.
+    A stacked parameter has its layers as leading dim, which a module with a list of layers lacks: that dim and its
+    split are dropped.
     """
     specs = {name: layer_spec(plan, name) for name in plan.arguments if plan.is_weight(name)}
     lost = [name for name in specs if is_stacked(name) and plan.arguments[name].dims[0]]
@@ -17,7 +19,7 @@ def plan_parameters(plan: Plan) -> tuple[dict[str, Spec], tuple[str, ...]]:
 
 
 def plan_inputs(plan: Plan) -> dict[str, Spec]:
-    """Return the specs of a step's inputs without parameters and optimizer state, by their name in a torch module."""
+    """Return the specs of a step's inputs (roles `batch` and `other`), by name without the prefix `batch.`."""
     input_roles = ("batch", "other")
     return {
         name.removeprefix("batch."): spec for name, spec in plan.arguments.items() if plan.roles[name] in input_roles
@@ -56,16 +58,19 @@ def mark_inputs(mesh, **inputs):
     for name, value in inputs.items():
         xs.mark_sharding(value, mesh, INPUTS[name])
 '''
+"""Template of the code for PyTorch/XLA."""
 
 
 def _tuple(spec: Spec) -> str:
-    """Return a spec as the tuple that `mark_sharding` accepts, as code."""
+    """Return a spec as code of the tuple that `mark_sharding` accepts: for each dim an axis, a tuple of axes or
+    None.
+    """
     return repr(tuple(axes[0] if len(axes) == 1 else axes if axes else None for axes in spec.dims))
 
 
 @writes("torch-xla")
 def torch_xla_text(plan: Plan, sentence: str) -> str:
-    """Return the plan's code for PyTorch/XLA.
+    """Return the plan's code for PyTorch/XLA: a mesh, and marks for parameters and inputs.
 
     Its first comment lines contain the predicted step (`sentence`) and the decisions that the code does not express.
     """
@@ -118,6 +123,7 @@ def distribute_inputs(mesh, **inputs):
     """The inputs of a step, by name, as DTensors that are split as planned; every process gives the whole batch."""
     return {{name: distribute_tensor(value, mesh, INPUTS[name]) for name, value in inputs.items()}}
 '''
+"""Template of the code for DTensor."""
 
 
 @writes("dtensor")
@@ -131,6 +137,9 @@ def dtensor_text(plan: Plan, sentence: str) -> str:
     unlike: list[str] = []
 
     def row(name: str, spec: Spec) -> str:
+        """Return the code of the placements, one for each mesh axis; record the tensor in `unlike` if none express the
+        spec.
+        """
         dims = dims_by_axis(spec, plan.mesh)
         if dims is None:
             unlike.append(

@@ -24,15 +24,19 @@ class TransformersStyles:
     """All rules of a plan for transformers; names have `*` for numbers, as transformers writes them."""
 
     data: int
-    """Number of devices that each process their own part of the batch."""
+    """Number of parts of the batch."""
     tensor: int
-    """Number of devices that split modules between them."""
+    """Number of devices that share each module."""
     rules: dict[str, str]
-    """Name of a split module or parameter -> its style."""
+    """Style by name of a split module or parameter, and of replicated norms and heads that need a rule."""
     experts: dict[str, str]
-    """Name of a module whose experts are split over devices -> its style, a rule of an `ep_plan`."""
+    """Style by name of a module whose experts are distributed over devices, and of its parameters: rules of an
+    `ep_plan`.
+    """
     whole: tuple[str, ...]
-    """All other modules and the parameters of modules themselves. They override the rules of a model class."""
+    """All other modules with parameters, and parameters that are no module's `weight` or `bias`. They override the
+    rules of a model class.
+    """
     lacks: tuple[str, ...]
     """A sentence for each split that no style expresses."""
 
@@ -43,17 +47,22 @@ _PACKED = {
     ("turned", "gate_up_proj"): "packed_rowwise",
     ("turned", "down_proj"): "colwise",
 }
-"""Layout and name of experts' weights -> the style that splits the width of every expert. `linear` is `[experts, out,
-in]`, `turned` is `[experts, in, out]`.
+"""Style that splits the width of every expert, by layout and name of the experts' weights.
+
+`linear` is `[experts, out, in]`, `turned` is `[experts, in, out]`.
 """
 _BIASES = {"gate_up_proj_bias", "down_proj_bias"}
+"""Names of experts' biases."""
 _GRADIENTS = "replicated_with_grad_allreduce"
+"""Style of a replicated module whose gradients devices compute in part and sum."""
 
 
 def read_transformers(plan: Plan) -> TransformersStyles:
     """Return the rules of a plan.
 
-    Raises: UserError for a plan without a split that a style expresses, and as `read_layers` does.
+    Routers of experts stay whole, and so do tied embeddings whose linear layer is not found. Layers of one name,
+    numbers aside, share one style; if they differ, their parent's modules stay whole. Raises: UserError for a plan
+    without a split that a style expresses, and as `read_layers` does.
     """
     layers = read_layers(plan, "transformers", "hold it whole here")
     experts, of_experts, lacks = _experts(plan, layers)
@@ -93,24 +102,30 @@ def read_transformers(plan: Plan) -> TransformersStyles:
 
 
 _STAY = {"colwise", f"{COLUMNS_LAST}colwise"}
+"""Styles of layers whose results stay split."""
 _HEADS = {"embedding_rowwise": "colwise_gather_output", "embedding_colwise": "rowwise_split_input"}
-"""Style of an embedding -> the style of a linear layer that shares its weight."""
+"""Style of a linear layer that shares its weight with an embedding, by the embedding's style."""
 
 
 def _named(name: str, lacks: Iterable[str]) -> bool:
-    """Return True if one of the sentences is about that name."""
+    """Return True if one of the sentences begins with that name and a colon."""
     return any(lack.startswith(f"{name}:") for lack in lacks)
 
 
 def _has_head(plan: Plan, embedding: str) -> bool:
-    """Return True if the layer that shares an embedding is `lm_head`: no parameter is outside of the base model."""
+    """Return True if the linear layer that shares an embedding's weight is `lm_head`: no weight lies outside of the
+    base model. The first part of the embedding's name is the base model's.
+    """
     base = embedding.partition(".")[0]
     names = [name for name in plan.arguments if plan.is_weight(name)]
     return base != embedding and all(name.startswith(f"{base}.") for name in names)
 
 
 def _norms(plan: Plan, found: Layers) -> list[str]:
-    """Return the norms of single heads between layers; each device computes a part of their gradients."""
+    """Return the unsplit weights of norms over single heads, which stand between layers split by columns.
+
+    A weight of one dim counts if no sibling linear layer has its size. Each device computes a part of its gradient.
+    """
     parents = {name.rpartition(".")[0] for name in found.styles if found.styles[name] in _STAY}
     norms = []
     for parent in parents:
@@ -125,7 +140,10 @@ def _norms(plan: Plan, found: Layers) -> list[str]:
 
 
 def _experts(plan: Plan, found: Layers) -> tuple[dict[str, str], dict[str, str], list[str]]:
-    """Return the rules of modules split by experts, those of modules split by width, and sentences on other splits."""
+    """Return the rules of modules split by experts, those of modules split by width, and sentences on other splits.
+
+    A module of experts owns a parameter of three dims that is not called `weight`.
+    """
     modules: dict[str, list[str]] = {}
     for name in plan.arguments:
         if plan.is_weight(name) and len(layer_shape(plan, name)) == 3 and not name.endswith(".weight"):
@@ -151,7 +169,8 @@ def _experts(plan: Plan, found: Layers) -> tuple[dict[str, str], dict[str, str],
 def _expert_rules(
     plan: Plan, path: str, names: list[str], split: list[str], axes: tuple[str, ...]
 ) -> tuple[str, dict[str, str]]:
-    """Return the split of a module's experts, `experts` or `width`, and its rules.
+    """Return the split of a module's experts, `experts` or `width`, and its rules: style by name of module and
+    parameters.
 
     If no style expresses the split, return the reason and no rules.
 
@@ -189,7 +208,11 @@ def _expert_rules(
 
 
 def _layout(plan: Plan, keys: Mapping[str, str]) -> str:
-    """Return `linear` for weights `[experts, out, in]`, `turned` for `[experts, in, out]`; empty for other modules."""
+    """Return `linear` for experts' weights `[experts, out, in]`, `turned` for `[experts, in, out]`.
+
+    Return an empty text for other modules: other parameters, or a first weight not twice as wide as the second. `keys`
+    maps the last part of a parameter's name to the name. If both layouts fit, it is `linear`.
+    """
     if not {"gate_up_proj", "down_proj"} <= keys.keys() <= {"gate_up_proj", "down_proj"} | _BIASES:
         return ""
     up, down = (layer_shape(plan, keys[key]) for key in ("gate_up_proj", "down_proj"))
@@ -201,7 +224,9 @@ def _layout(plan: Plan, keys: Mapping[str, str]) -> str:
 
 
 def _is_router(plan: Plan, name: str) -> bool:
-    """Return True if a layer outputs a number for every expert of a module next to it."""
+    """Return True if the layer `name` outputs one number for each expert of a module of experts next to it or to a
+    parent.
+    """
     count = layer_shape(plan, f"{name}.weight")[0]
     while name := name.rpartition(".")[0]:
         siblings = [n for n in plan.arguments if n.startswith(f"{name}.") and plan.is_weight(n)]
@@ -212,9 +237,10 @@ def _is_router(plan: Plan, name: str) -> bool:
 
 
 def _by_wildcard(plan: Plan, rules: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Return rules by names with `*` for every number, and the parents whose layers differ.
+    """Return the rules by names with `*` for every number, and the parents whose layers differ, sorted.
 
-    Modules of such parents get no rule.
+    Layers differ if they have two styles, or a style in some layers and none in others. All modules of such parents
+    lose their rules.
     """
     styles: dict[str, set[str]] = {}
     for name, style in rules.items():
@@ -229,13 +255,19 @@ def _by_wildcard(plan: Plan, rules: Mapping[str, str]) -> tuple[dict[str, str], 
 
 
 def _owners(plan: Plan) -> list[str]:
-    """Return the modules that own weights, and parameters that are no module's `weight` or `bias`."""
+    """Return the modules that own weights, and parameters that are no module's `weight` or `bias`, in the
+    plan's order.
+    """
     names = [name for name in plan.arguments if plan.is_weight(name)]
     return [re.sub(r"\.(weight|bias)$", "", name) for name in names]
 
 
 def _whole(plan: Plan, rules: Mapping[str, str], experts: Mapping[str, str]) -> tuple[str, ...]:
-    """Return every module with parameters that has no rule, except for modules that contain only layers."""
+    """Return each module with parameters, and each such module within a layer, that has no rule; names have `*` for
+    numbers.
+
+    Modules that contain only layers are left out.
+    """
     names: dict[str, None] = {}
     for owner in map(_wildcard, _owners(plan)):
         parts = owner.split(".")
@@ -245,5 +277,5 @@ def _whole(plan: Plan, rules: Mapping[str, str], experts: Mapping[str, str]) -> 
 
 
 def _wildcard(name: str) -> str:
-    """Return a name as transformers writes it in a plan: `*` for every number, and for a stack of some layers."""
+    """Return a name as transformers writes it: `*` for every number, and for a stack of some layers such as `[2:4]`."""
     return re.sub(r"(?<=\.)(\d+|\[[\d:]*\])(?=\.|$)", "*", name)

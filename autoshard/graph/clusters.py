@@ -14,28 +14,38 @@ from autoshard.mlir import Sharding
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cluster:
-    """Tensors with one spec."""
+    """Tensors with one spec, given by the mesh axes of each factor."""
 
     id: int
+    """Position in `Structure.clusters`."""
     sizes: tuple[int, ...]
-    """Size of each factor of the cluster."""
+    """Size in elements of each factor of the cluster, all above 1."""
     blocked: frozenset[int]
     """Factors that no axis may split, such as the layer dim of a stack."""
     tensors: tuple[int, ...]
+    """Ids of its tensors, ascending."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Edge:
-    """A value that connects two decisions, and that may need a reshard."""
+    """A value that connects two decisions, and that may need a reshard.
+
+    - Operand of a heavy op: `operand` is set, `result` is -1.
+    - Result of a heavy op: `operand` is -1, `result` is set.
+    - Operand of another op: both are set, and the value is resharded from the operand's cluster to the result's.
+    - Tie of an updated result to its argument: `op`, `operand` and `result` are -1.
+    """
 
     tensor: int
     """Tensor whose value crosses the edge."""
     op: int
     """The op between the two decisions; -1 for a tie between an updated result and the argument that it replaces."""
     operand: int
-    """Position of the tensor among the op's operands; -1 if the tensor is the op's result number `result`."""
+    """Position of the tensor among the op's operands; -1 for a heavy op's result and for a tie."""
     result: int
-    """Position of the op's result whose cluster consumes (or produces) the value; -1 for an operand of a heavy op."""
+    """Position of the op's result whose cluster consumes the value, or that is the value; -1 for a heavy op's operand
+    and for a tie.
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,13 +53,17 @@ class Structure:
     """Graph of decisions: its nodes are clusters and heavy ops, its edges the values between them."""
 
     clusters: tuple[Cluster, ...]
+    """Clusters by id."""
     cluster_of: tuple[int, ...]
-    """Cluster of every tensor; -1 for values that need no decision (scalars and generated values)."""
+    """Cluster of every tensor; -1 for values that need no decision (scalars, tokens, and generated values that start no
+    loop).
+    """
     dims_of: tuple[tuple[int, ...], ...]
     """Cluster factor of each dim of every tensor; -1 for a dim of size one."""
     heavy: tuple[int, ...]
     """Ids of the ops that have strategies of their own."""
     edges: tuple[Edge, ...]
+    """Edges by op (ties last), operand, result and tensor."""
     ties: tuple[tuple[int, int], ...]
     """The (result tensor, argument tensor) pairs that must end with one spec but are in different clusters."""
 
@@ -57,7 +71,8 @@ class Structure:
 class _Merged:
     """Clusters under construction: a union-find that also unifies factors.
 
-    Factors are numbered within each cluster. The smaller cluster is merged into the larger.
+    Factors are numbered within each cluster. The smaller cluster is merged into the larger. `shapes` has None for
+    tensors without a cluster, and `stored` are tensors whose clusters begin as stores.
     """
 
     def __init__(self, shapes: list[tuple[int, ...] | None], stored: Collection[int] = ()) -> None:
@@ -78,9 +93,12 @@ class _Merged:
             self.sizes.append(sizes)
 
     def merge(self, a: int, b: int, pairs: list[tuple[int, int]]) -> bool:
-        """Merge the clusters of tensors `a` and `b`, whose dims `pairs` are the same.
+        """Merge the clusters of tensors `a` and `b`, and return True; `pairs` are (dim of `a`, dim of `b`) that are the
+        same.
 
-        Returns False if the two clusters must stay separate.
+        Return False, with both clusters unchanged, if the factors of the smaller cluster do not map one to one into the
+        larger. Unmatched blocked factors may be added. Within one cluster return True if the pairs are the same factors
+        already.
         """
         big, small = self.owner[a], self.owner[b]
         links = [(self.dims[a][p], self.dims[b][q]) for p, q in pairs]
@@ -111,9 +129,11 @@ class _Merged:
         return len(self.sizes[cluster]), len(self.members[cluster])
 
     def _place_blocked(self, big: int, small: int, mapping: dict[int, int]) -> bool:
-        """Map the small cluster's unmatched factors into the big cluster.
+        """Map the small cluster's unmatched factors into the big cluster, in place in `mapping`; add factors where none
+        fit.
 
-        Only blocked factors (layer dims) can be mapped; return False if another factor is unmatched.
+        Only blocked factors (layer dims) can be mapped, to unused blocked ones of the same size; return False if
+        another factor is unmatched.
         """
         rest = [f for f in range(len(self.sizes[small])) if f not in mapping]
         if any(f not in self.blocked[small] for f in rest):
@@ -129,7 +149,7 @@ class _Merged:
         return True
 
     def block(self, tensor: int, dim: int) -> None:
-        """Forbid every axis to split this dim's factor."""
+        """Forbid every axis to split the factor of this dim; do nothing for a dim of size one."""
         if self.dims[tensor][dim] >= 0:
             self.blocked[self.owner[tensor]].add(self.dims[tensor][dim])
 
@@ -144,8 +164,11 @@ def build_structure(
 
     - `parameters`: argument tensors that are not merged with the update that replaces them. A parameter may then be
       whole although its optimizer state is split.
-    - `ties`: (result tensor, argument tensor) pairs that must have one spec.
+    - `ties`: (result tensor, argument tensor) pairs that must have one spec; pairs that cannot be merged become
+      `Structure.ties` and edges.
     - `whole`: (tensor, dim) pairs that no axis may split.
+
+    Values without shape, of at most one element, or generated (unless they start a loop) get no cluster.
     """
     trivial = {t.id for t in graph.tensors if t.elements <= 1 or not t.shape or t.dtype == "token"}
     # A generated value that starts a loop is stored like any other once the loop changes it.
@@ -182,7 +205,9 @@ def build_structure(
 
 
 def _writes_in_layer(graph: OpGraph, op: Op) -> bool:
-    """Return True if a loop writes a part of one layer into a carried stack, as decoders do with their caches."""
+    """Return True if an op in a loop writes a part of one layer into a carried stack, as decoders do with their
+    caches.
+    """
     if op.kind != "dynamic_update_slice" or op.loop < 0:
         return False
     whole, part = (graph.tensors[t].shape for t in op.operands[:2])
@@ -193,9 +218,14 @@ def _writes_in_layer(graph: OpGraph, op: Op) -> bool:
 def _tie_carries(
     graph: OpGraph, union: _Merged, skip: set[int], stored: set[int], asked: Mapping[int, Sharding]
 ) -> None:
-    """Give the four tensors of every carried value one spec; block factors that cannot be matched.
+    """Merge the four tensors of every carried value into one cluster; block dims that cannot be matched.
 
-    The initial value stays separate if it is a parameter, or if the program requests another spec for it.
+    - `skip`: tensors without a cluster.
+    - `stored`: parameters.
+    - `asked`: shardings that the program requests, by tensor.
+
+    The initial value stays separate if it is a parameter, or if the program requests different specs for it and the
+    update.
     """
     waiting = []
     for carry in (c for loop in graph.loops for c in loop.carries if c.body not in skip):
@@ -217,10 +247,11 @@ def _tie_carries(
 
 
 def _block_whole_parts(graph: OpGraph, union: _Merged, skip: set[int]) -> None:
-    """Block a dim that a reshape forms from several dims if the outermost of these is blocked.
+    """Block a dim that a reshape forms from several dims if the outermost of these, above size 1, is blocked (in
+    place).
 
     Axes split the outermost part of a dim first, so a split of the joined dim would be gathered at the reshape. An
-    example is the layers of a stack that pipeline stages process in rounds.
+    example is the layers of a stack that pipeline stages process in rounds. Reshapes in both directions count.
     """
     for op in graph.ops:
         if op.kind != "reshape" or op.rule is None or skip.intersection((op.operands[0], op.results[0])):
@@ -243,9 +274,15 @@ def _all_dims(union: _Merged, tensor: int) -> list[tuple[int, int]]:
 def _merge_op(
     union: _Merged, op: Op, result: int, skip: set[int], asked: Mapping[int, Sharding]
 ) -> list[tuple[int, int, int]]:
-    """Merge an op's operands with one of its results where that is sound; return the operands left separate.
+    """Merge an op's operands with its result number `result` where one spec fits both; return the operands left
+    separate.
 
-    A value for which the program requests a spec is not merged with its consumers, which may have another spec.
+    - `skip`: tensors without a cluster.
+    - `asked`: shardings that the program requests, by tensor.
+
+    Only pointwise ops, ops on layers, and reshapes that add or drop dims of size one merge. An operand stays separate
+    if the program requests its spec. A stored operand stays separate if a pointwise op mixes it with values that are
+    not stored. Heavy ops give an empty list. Each entry is (op, operand position, result position).
     """
     if op.op_class is OpClass.HEAVY or op.rule is None:
         return []
@@ -271,7 +308,9 @@ def _merge_op(
 
 
 def _same_dims(op: Op, operand: int, result: int) -> list[tuple[int, int]]:
-    """Return the (result dim, operand dim) pairs that consist of the same single factor."""
+    """Return the (result dim, operand dim) pairs that consist of the same single factor; empty for an op
+    without rule.
+    """
     if op.rule is None:
         return []
     where = {f[0]: d for d, f in enumerate(op.rule.operands[operand]) if len(f) == 1}
@@ -279,7 +318,10 @@ def _same_dims(op: Op, operand: int, result: int) -> list[tuple[int, int]]:
 
 
 def _trivial_reshape(op: Op, operand: int, result: int, pairs: list[tuple[int, int]], union: _Merged) -> bool:
-    """Return True for a reshape or broadcast that only adds or drops dims of size one."""
+    """Return True for a reshape or broadcast that only adds or drops dims of size one.
+
+    `pairs` are the (result dim, operand dim) pairs of `_same_dims`.
+    """
     if op.kind not in ("reshape", "broadcast_in_dim"):
         return False
     source, out = op.operands[operand], op.results[result]
@@ -291,7 +333,14 @@ def _trivial_reshape(op: Op, operand: int, result: int, pairs: list[tuple[int, i
 def _freeze(
     graph: OpGraph, union: _Merged, skip: set[int], unmerged: list[tuple[int, int, int]], apart: list[tuple[int, int]]
 ) -> Structure:
-    """Build the final `Structure`: numbered clusters, and edges sorted by op."""
+    """Build the final `Structure`: clusters numbered by their first tensor, and edges sorted by op.
+
+    - `skip`: tensors without a cluster.
+    - `unmerged`: (op, operand position, result position) of values between clusters.
+    - `apart`: ties that were not merged.
+
+    A heavy op is left out if none of its tensors has a cluster.
+    """
     numbers: dict[int, int] = {}
     clusters = []
     for tensor in range(len(graph.tensors)):

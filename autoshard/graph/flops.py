@@ -8,9 +8,11 @@ from autoshard.graph.records import FactorKind, Rule, Tensor
 
 
 ATTENTION = "attention"
+"""Kinds of ops that compute attention: forward, backward in two kernels, backward in one kernel."""
 ATTENTION_BACKWARD = "attention_backward"
 ATTENTION_FUSED = "attention_backward_fused"
 GROUPED = "grouped_matmul"
+"""Kinds of ops that multiply groups of rows by one matrix for each group, and of their weight gradient."""
 GROUPED_GRADIENT = "grouped_matmul_gradient"
 CUDNN = "cudnn_attention"
 """Prefix of the names of calls that cuDNN's attention computes (`program/kernels/cudnn_attention.py`)."""
@@ -33,6 +35,7 @@ _TARGETS = {
     "autoshard_ring_attention_backward": RING_BACKWARD,
     "autoshard_ring_attention_backward_fused": RING_FUSED,
 }
+"""Op kind by target of a known call."""
 
 MATMULS: Mapping[str, int] = {
     **{ATTENTION: 2, ATTENTION_BACKWARD: 7, ATTENTION_FUSED: 5},
@@ -56,8 +59,11 @@ class KnownCall:
     """Rule and work of one known call, over all devices."""
 
     kind: str
+    """Op kind, such as `attention`."""
     rule: Rule
+    """Sharding rule of the call."""
     flops: int
+    """FLOPs over all devices, a multiply-add counted as two."""
     steps: int
     """Steps of the kernel's grid that compute something."""
     traffic: int = 0
@@ -69,7 +75,11 @@ class KnownCall:
 def known_call(
     target: str, figures: Mapping[str, float], operands: Sequence[Tensor], results: Sequence[Tensor]
 ) -> KnownCall | None:
-    """Return rule and work of a custom call by its target and figures; None for an unknown target."""
+    """Return rule and work of a custom call by its target; None for an unknown target.
+
+    `figures` are the call's own numbers: the share of scores that a mask leaves, steps of the grid, and blocks along
+    which work rises. Grouped matmuls have theirs (`_grouped`). Missing figures count as unmasked, or 0.
+    """
     kind = _TARGETS.get(target)
     if kind is None:
         return None
@@ -117,9 +127,11 @@ _BATCH, _GROUP, _COUNT, _DEEP, _WIDE = range(5)
 def _grouped(
     kind: str, figures: Mapping[str, float], operands: Sequence[Tensor], results: Sequence[Tensor]
 ) -> KnownCall:
-    """Return rule and work of a grouped matmul or of its weight gradient.
+    """Return rule and work of a grouped matmul or of its weight gradient (`kind`).
 
-    Rows of one group stay on one device. The weight gradient sums over sequences.
+    Rows of one group stay on one device. The weight gradient sums over sequences. `figures` may have `turned` (1 for
+    matrices `[groups, columns, contracted]`), `computed` (share of the products), `steps` and `traffic` (bytes), for
+    one leading index.
     """
     rows, made = (_BATCH, _GROUP, _COUNT, _DEEP), (_BATCH, _GROUP, _COUNT, _WIDE)
     shape = operands[0].shape
@@ -144,10 +156,11 @@ def _grouped(
 def op_flops(
     kind: str, rule: Rule | None, operands: Sequence[Tensor], results: Sequence[Tensor], dilation: int = 1
 ) -> int:
-    """Return an op's FLOPs, a multiply-add counted as two; 0 for ops that only the vector unit runs.
+    """Return an op's FLOPs over all devices, a multiply-add counted as two; 0 for ops that only the vector unit runs.
 
-    In a convolution one input element in `dilation` is real, and the others are inserted zeros (the gradient of a
-    strided convolution). Products with these zeros do not count.
+    Dots, convolutions and decompositions have FLOPs; a dot or convolution without `rule` has none. In a convolution one
+    input element in `dilation` is real, and the others are inserted zeros (the gradient of a strided convolution).
+    Products with these zeros do not count.
     """
     if kind == "dot_general" and rule is not None:
         contracted = math.prod(s for s, k in zip(rule.sizes, rule.kinds, strict=True) if k is FactorKind.REDUCTION)
@@ -171,7 +184,9 @@ def is_sum(rule: Rule) -> bool:
 
 
 def _kernel_output_features(rule: Rule, kernel: Tensor) -> int:
-    """Return the size of the kernel dims whose factors also appear in the result (output features)."""
+    """Return the number of output features: the product of the kernel's dims whose factors are all in the
+    result too.
+    """
     in_result = {factor for dim in rule.results[0] for factor in dim}
     sizes = [
         size
@@ -186,6 +201,7 @@ Count = Callable[[int, int], float]
 
 
 def _qr(m: int, n: int) -> float:
+    """Return the FLOPs of a Householder QR of an m x n matrix."""
     small = min(m, n)
     return 2 * max(m, n) * small**2 - 2 * small**3 / 3
 
@@ -203,13 +219,15 @@ _CALLS: tuple[tuple[tuple[str, ...], Count], ...] = (
     (("sytrd", "hetrd"), lambda m, n: 4 * n**3 / 3),
     (("trsm",), lambda m, n: n * m**2),
 )
-"""Parts of target names, and the FLOPs of such a call for one matrix."""
+"""The (parts of target names, FLOPs for one m x n matrix) pairs; the leading terms of the usual operation counts."""
 SMALL = ("pivots_to_permutation", "gtsv", "threefry")
-"""Parts of target names of calls that are bound by reading and writing their operands."""
+"""Parts of target names of calls whose FLOPs do not count, since reading and writing their operands bounds them."""
 
 
 def call_flops(target: str, operands: Sequence[Tensor]) -> int:
-    """Return the FLOPs of a custom call of linear algebra; 0 for any other call."""
+    """Return the FLOPs of a custom call of linear algebra on a batch of matrices, its first operand; 0 for any other
+    call.
+    """
     for parts, count in _CALLS:
         if any(part in target for part in parts) and operands and len(operands[0].shape) >= 2:
             return _of(operands[0].shape, count)
@@ -217,7 +235,7 @@ def call_flops(target: str, operands: Sequence[Tensor]) -> int:
 
 
 def decomposition_flops(kind: str, operands: Sequence[Tensor], results: Sequence[Tensor]) -> int:
-    """Return the FLOPs of StableHLO's `cholesky` and `triangular_solve`; 0 for any other op."""
+    """Return the FLOPs of StableHLO's `cholesky` and `triangular_solve`, batch included; 0 for any other op."""
     if kind == "cholesky":
         return _of(operands[0].shape, lambda m, n: n**3 / 3)
     if kind == "triangular_solve":
@@ -226,4 +244,5 @@ def decomposition_flops(kind: str, operands: Sequence[Tensor], results: Sequence
 
 
 def _of(shape: Sequence[int], count: Count) -> int:
+    """Return the FLOPs of one matrix, the last two dims of `shape`, times the number of matrices."""
     return int(math.prod(shape[:-2]) * count(shape[-2], shape[-1]))

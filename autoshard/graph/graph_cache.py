@@ -1,4 +1,4 @@
-"""Graphs cached on disk by the hash of their module, as JSON of the types that the records declare."""
+"""Graphs cached on disk by the hash of their module, as JSON of the records' fields."""
 
 import hashlib
 
@@ -13,10 +13,11 @@ from autoshard.graph.records import OpGraph
 _KIND = "graph"
 _PACKAGES = ("jax", "jaxlib")
 _SOURCES = ("graph/**/*.py", "mlir/*.py", "base/call_rules.py", "base/disk_cache.py")
+"""Globs of autoshard's own files whose contents are part of the key."""
 
 
 def cached_graph(module: bytes) -> OpGraph:
-    """Return `read_graph(module)`, from the disk cache if it is there.
+    """Return `read_graph(module)`, from the disk cache if it is there; otherwise read it and write it to the cache.
 
     If the user registered call rules, the cache is bypassed, since the module does not contain these rules.
     """

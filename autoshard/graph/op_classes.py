@@ -8,7 +8,12 @@ _REDUCERS = frozenset({"reduce"})
 
 
 def classify(kind: str, rule: Rule | None, operands: list[Tensor], results: list[Tensor]) -> OpClass:
-    """Return the class of an op that has computed inputs; an op without a rule or without results is heavy."""
+    """Return the class of an op that has computed inputs, by the first of these tests that applies.
+
+    1. Heavy: no rule or no results. 2. View: reshapes, broadcasts, and reductions without a factor that needs
+    replication. 3. Layer: reads or writes one slice along the leading dim. 4. Heavy: a factor above size 1 that is not
+    parallel. 5. Pointwise: all tensors of more than one element have the same dims. 6. Heavy: all others.
+    """
     if rule is None or not results:
         return OpClass.HEAVY
     if kind in _RESHAPES or (kind in _REDUCERS and FactorKind.NEED_REPLICATION not in rule.kinds):
@@ -22,13 +27,19 @@ def classify(kind: str, rule: Rule | None, operands: list[Tensor], results: list
 
 
 def _one_slice(operands: list[Tensor], results: list[Tensor], kind: str) -> bool:
-    """Return True if the op reads or writes exactly one slice along the leading dim (one layer of a stack)."""
+    """Return True if the op reads or writes exactly one slice along a leading dim above size 1 (one layer of a
+    stack).
+    """
     whole, part = (operands[0], results[0]) if kind == "dynamic_slice" else (operands[0], operands[1])
     return bool(whole.shape) and part.shape[0] == 1 and whole.shape[1:] == part.shape[1:] and whole.shape[0] > 1
 
 
 def _dims_agree(rule: Rule, operands: list[Tensor], results: list[Tensor]) -> bool:
-    """Return True if every non-scalar operand and result has the same factors, one for each dim, in any order."""
+    """Return True if all operands and results of more than one element have the same factors, one for each dim above
+    size 1.
+
+    Their order may differ.
+    """
     wanted = None
     for tensor, dims in zip((*operands, *results), (*rule.operands, *rule.results), strict=True):
         if tensor.elements == 1:

@@ -23,9 +23,11 @@ from autoshard.graph.records import Constraint, Halo, Op, Opaque, OpClass, OpGra
 
 
 _GENERATED = frozenset({"constant", "iota", "partition_id"})
+"""Kinds of ops that generate a value without operands."""
 _OTHER_NAMES = {"dot": "dot_general"}
-"""Ops that are special cases of others: HLO files have matrix products of two dims as a separate op."""
+"""Kind of the general op by kind of its special case; HLO files have matrix products of two dims as a separate op."""
 _ALIASES = frozenset({"optimization_barrier", "propagation_barrier"})
+"""Kinds of ops whose results are their operands."""
 _CUTS = {
     "slice": ("start_indices", "limit_indices", "strides"),
     "pad": ("edge_padding_low", "edge_padding_high", "interior_padding"),
@@ -35,8 +37,10 @@ _CUTS = {
 
 
 def read_graph(module: bytes) -> OpGraph:
-    """Build the graph of a lowered module (StableHLO bytecode or text), with calls inlined and sharding rules
-    populated.
+    """Build the graph of a lowered module (StableHLO bytecode or text).
+
+    Calls are inlined and sharding rules populated here, in a parsed copy. Raises `UserError` for modules that the graph
+    cannot represent.
     """
     with mlir.new_context() as context:
         parsed = mlir.parse_module(module, context)
@@ -50,10 +54,13 @@ def read_graph(module: bytes) -> OpGraph:
 
 
 class _ModuleReader(GraphBuilder):
-    """Graph builder that walks the blocks of a module."""
+    """Graph builder that walks the blocks of a module in program order."""
 
     def read_main(self, block: Any, shardings: dict[int, Any]) -> None:
-        """Read the main function, with the shardings of its arguments by position."""
+        """Read the main function, with the shardings of its arguments by position.
+
+        A sharding that constrains nothing is left out.
+        """
         for position, value in enumerate(block.arguments):
             self.arguments.append(self.new_tensor(value, -1, -1, (-1, position)))
             if position in shardings and not mlir.is_idle(shardings[position], self.meshes):
@@ -64,7 +71,9 @@ class _ModuleReader(GraphBuilder):
         self.results = self.read_block(block, -1)
 
     def read_block(self, block: Any, loop: int) -> list[int]:
-        """Read the ops of a block and return the tensors that its terminator returns."""
+        """Read the ops of a block in a loop (-1 for none), and return the tensors that its terminator returns; empty
+        without one.
+        """
         for handle in block.operations:
             op = handle.operation
             self.number += 1
@@ -88,7 +97,10 @@ class _ModuleReader(GraphBuilder):
         return []
 
     def read_op(self, op: Any, kind: str, loop: int) -> None:
-        """Append one op that is no loop, region, alias or constraint."""
+        """Append one op that is no loop, region, alias or constraint, with its rule, class, FLOPs and halos.
+
+        An op with a rule whose operands are all generated is generated too (`FREE`).
+        """
         number = self.number
         name = mlir.location_name(op.location)
         op_id = len(self.ops)
@@ -160,7 +172,7 @@ class _ModuleReader(GraphBuilder):
 
 
 def replace_names(graph: OpGraph, names: list[str]) -> OpGraph:
-    """Return the graph with argument tensors named as the program names them."""
+    """Return the graph with argument tensors named as the program names them, in the order of the arguments."""
     tensors = list(graph.tensors)
     for tensor, name in zip(graph.arguments, names, strict=True):
         tensors[tensor] = dataclasses.replace(tensors[tensor], name=name)

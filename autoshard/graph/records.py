@@ -13,9 +13,13 @@ class FactorKind(enum.StrEnum):
     """Effect of splitting a factor over a mesh axis, as in Shardy's op sharding rules."""
 
     PARALLEL = "parallel"
+    """Shards compute parts of the result; no collective."""
     REDUCTION = "reduction"
+    """Shards compute partial results, which a collective combines."""
     NEED_REPLICATION = "need_replication"
+    """No axis may split the factor."""
     PERMUTATION = "permutation"
+    """Elements move along the factor, so shards must exchange them."""
 
 
 class OpClass(enum.StrEnum):
@@ -40,9 +44,13 @@ class Rule:
     """Factors of one op, and the factors (major first) that form each dim of each operand and result."""
 
     sizes: tuple[int, ...]
+    """Size in elements of each factor."""
     kinds: tuple[FactorKind, ...]
+    """Kind of each factor."""
     operands: tuple[tuple[tuple[int, ...], ...], ...]
+    """Factors of each dim of each operand."""
     results: tuple[tuple[tuple[int, ...], ...], ...]
+    """Factors of each dim of each result."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,7 +58,9 @@ class Halo:
     """A factor that can be split in space if shards borrow elements from their neighbours."""
 
     factor: int
+    """Number of the factor in the op's rule."""
     dim: WindowedDim
+    """Window, and the dims along which it moves."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,11 +68,15 @@ class Tensor:
     """One value of the program."""
 
     id: int
+    """Position in `OpGraph.tensors`."""
     shape: tuple[int, ...]
+    """Sizes of the dims, unsharded, but inside a `shard_map` those of a shard."""
     dtype: str
+    """Name of the dtype, such as `bfloat16`."""
     bytes: int
+    """Bytes of the whole tensor, without padding."""
     producer: int
-    """Id of the op that computes the tensor; -1 for an argument or a loop's carried value."""
+    """Id of the op that computes the tensor; -1 for an argument, and for a carried value or result of a loop."""
     loop: int
     """Id of the loop whose body contains the tensor; -1 for the top level."""
     value: tuple[int, int]
@@ -73,6 +87,7 @@ class Tensor:
     - (op number of the loop, number of its results + k) for the k-th carried value inside the body.
     """
     name: str = ""
+    """Name for display; may be empty."""
     manual: tuple[str, ...] = ()
     """Mesh axes over which an enclosing `shard_map` already splits the tensor, and which the planner cannot use for
     it.
@@ -94,9 +109,13 @@ class Opaque:
     """Rule, work and restrictions of one custom call."""
 
     target: str
+    """Name of the call's target."""
     rule: Rule | None
+    """Sharding rule; None if none is known, so that the call stays whole."""
     flops: int = 0
+    """FLOPs over all devices."""
     traffic: int = 0
+    """Bytes that the call reads and writes, over all devices; 0 means each operand and result once."""
     on_shards: bool = False
     """True if the plan itself runs the call on shards; False if the partitioner splits the call, or if nothing does."""
     fixed: bool = False
@@ -104,7 +123,7 @@ class Opaque:
     dtype: str = ""
     """Dtype in which most of the call's FLOPs multiply; empty if unknown."""
     head: int = 0
-    """Head dim over which one of jax's attention kernels multiplies; 0 for any other call."""
+    """Size of the dim over which one of jax's attention kernels multiplies; 0 for any other call."""
     triangular: tuple[tuple[int, int], ...] = ()
     """The (factor, blocks) pairs along which work rises evenly from almost zero, so that shards differ in work."""
     steps: int = 0
@@ -120,16 +139,23 @@ class Op:
     """One op of the program, in program order."""
 
     id: int
+    """Position in `OpGraph.ops`."""
     number: int
     """Position in the inlined module (`number_ops`); -1 for an op that the compiler inserts (`round_operands`)."""
     kind: str
     """Name of the op without its dialect: `dot_general`, `reduce`, ..."""
     op_class: OpClass
+    """Treatment by the planner."""
     operands: tuple[int, ...]
+    """Ids of its operands' tensors."""
     results: tuple[int, ...]
+    """Ids of its results' tensors."""
     rule: Rule | None
+    """Sharding rule; None if none is known."""
     loop: int
+    """Id of the loop whose body contains the op; -1 for the top level."""
     flops: int
+    """FLOPs of one run on the whole tensors."""
     name: str
     """The source's own name for the op (JAX name stack or torch module path); may be empty."""
     operand_numbers: tuple[int, ...]
@@ -185,9 +211,13 @@ class Carry:
     """One carried value of a loop; all four tensors must have one spec and share one buffer."""
 
     init: int
+    """Tensor before the loop."""
     body: int
+    """Tensor inside the body, at the start of each trip."""
     update: int
+    """Tensor that the body returns."""
     result: int
+    """Tensor after the loop."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -195,12 +225,17 @@ class Loop:
     """A `while` with a known or assumed number of trips, or one branch of a `case` or `if`."""
 
     id: int
+    """Position in `OpGraph.loops`."""
     number: int
+    """Position of the `while` or conditional in the inlined module."""
     parent: int
+    """Id of the loop around it; -1 for none."""
     trips: int
+    """Runs of the body in one run of its parent, at least 1; 1 for a branch."""
     known: bool
-    """True if the number of trips was read from the program; otherwise it counts as one."""
+    """True if the number of trips was read from the program; otherwise it counts as one. True for branches."""
     carries: tuple[Carry, ...]
+    """Carried values that the body changes."""
     start: int
     """Op id of the first op of the body."""
     stop: int
@@ -216,7 +251,9 @@ class Constraint:
     """A spec that the program itself requests for a tensor."""
 
     tensor: int
+    """Id of the tensor."""
     sharding: Sharding
+    """Axes that the program requests for each dim."""
     where: str
     """Origin of the request, for display: `with_sharding_constraint f/g at model.py:12`."""
 
@@ -226,10 +263,13 @@ class Manual:
     """A region that the program splits by hand (`shard_map`); its inner values have the shapes of shards."""
 
     number: int
+    """Position of the region's op in the inlined module."""
     axes: tuple[str, ...]
     """Axes that the region splits by hand; the planner may use the other axes inside."""
     mesh: MeshAxes
+    """Axes of the region's mesh, with sizes."""
     where: str
+    """Origin of the region, for display."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,13 +281,17 @@ class OpGraph:
     """
 
     tensors: tuple[Tensor, ...]
+    """Tensors by id."""
     ops: tuple[Op, ...]
+    """Ops by id, in program order."""
     loops: tuple[Loop, ...]
+    """Loops and branches by id, outer ones first."""
     arguments: tuple[int, ...]
     """Tensor id of every argument, in module order."""
     results: tuple[int, ...]
     """Tensor id of every result, in module order."""
     constraints: tuple[Constraint, ...]
+    """Specs that the program requests."""
     without_rule: tuple[int, ...]
     """Ops that are planned as replicated because they have no rule."""
     module_hash: str = ""
@@ -256,17 +300,17 @@ class OpGraph:
     """Regions that the program splits by hand, in order."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields alone."""
+        """Return the fields alone, without cached maps."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def maker(self, tensor: int) -> Op | None:
-        """Return the op that computes a tensor; None for an argument, and for a value or result of a loop."""
+        """Return the op that computes a tensor; None for an argument, and for a carried value or result of a loop."""
         producer = self.tensors[tensor].producer
         return self.ops[producer] if producer >= 0 else None
 
     @functools.cached_property
     def users(self) -> tuple[tuple[Op, ...], ...]:
-        """Ops that consume each tensor, in program order."""
+        """Ops that consume each tensor, in program order; an op that reads a tensor twice is listed once."""
         users: list[list[Op]] = [[] for _ in self.tensors]
         for op in self.ops:
             for tensor in set(op.operands):
@@ -285,7 +329,11 @@ class OpGraph:
         return frozenset(self.results).union(t for carry in carries for t in (carry.init, carry.update))
 
     def trips(self, loop: int) -> float:
-        """Return how often an op of block `loop` runs in one step; branches of a conditional share its runs equally."""
+        """Return how often an op of block `loop` (-1: the top level) runs in one step.
+
+        The number is the product of the trips of all loops around the op. Branches of a conditional share its runs
+        equally, so it may be a fraction.
+        """
         count = 1
         while loop >= 0:
             record = self.loops[loop]
@@ -294,10 +342,10 @@ class OpGraph:
         return count
 
     def needed_until(self, tensor: int, user: int) -> int:
-        """Return the last op id at which op `user` needs a value.
+        """Return the last op id at which op `user` needs a value: `user`, or the end of a loop.
 
-        For a value from outside of a loop this is the end of the outermost loop that contains the op but not the value.
-        A branch of a conditional runs once, so it does not extend the lifetime.
+        A value from outside of a loop is needed until the last op of the outermost loop that contains `user` but not
+        the value. A branch of a conditional runs once, so it does not extend the lifetime.
         """
         home, loop, moment = self.tensors[tensor].loop, self.ops[user].loop, user
         while loop != home and loop >= 0:
@@ -313,7 +361,7 @@ class OpGraph:
 
 
 def is_batched(op: Op) -> bool:
-    """Return True for a dot with batch dims."""
+    """Return True for a dot with batch dims: factors that both operands and the result share."""
     if op.kind != "dot_general" or op.rule is None:
         return False
     left, right, out = ({f for dim in dims for f in dim} for dims in (*op.rule.operands, op.rule.results[0]))

@@ -13,14 +13,17 @@ CONSTRAINT = "sdy.sharding_constraint"
 
 
 class SpecLike(Protocol):
-    """Interface of a spec: the mesh axes that split each dim."""
+    """Interface of a spec.
+
+    `dims` has the mesh axes that split each dim, major first; empty for a dim that none splits.
+    """
 
     @property
     def dims(self) -> tuple[tuple[str, ...], ...]: ...
 
 
 def sharding_attribute(mesh_name: str, dims: Sequence[Sequence[str]]) -> Any:
-    """Build `#sdy.sharding<@mesh, [{"a"}, {}]>` with every dim closed; needs a current context."""
+    """Build `#sdy.sharding<@mesh, [{"a"}, {}]>` with every dim closed to propagation; needs a current context."""
     from jaxlib.mlir.dialects import sdy
 
     return sdy.TensorShardingAttr.get(
@@ -30,7 +33,10 @@ def sharding_attribute(mesh_name: str, dims: Sequence[Sequence[str]]) -> Any:
 
 
 def ensure_mesh(module: Any, mesh_name: str, sizes: Mapping[str, int]) -> str:
-    """Return the name of the module's mesh with these axes; add `sdy.mesh @mesh_name` if there is none."""
+    """Return the name of the module's mesh with exactly these axes, sizes and the natural device order.
+
+    If there is none, add `sdy.mesh @mesh_name` in place; underscores are appended to a name that is used.
+    """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import sdy
 
@@ -54,10 +60,12 @@ def set_shardings(
     arguments: Sequence[SpecLike | None],
     results: Sequence[SpecLike | None],
 ) -> Any:
-    """Give `@main`'s arguments and results these specs (in place); None leaves a value open.
+    """Give `@main`'s arguments and results these specs (in place), and return `module`; None removes a value's
+    sharding.
 
     - `mesh_name`: name for the mesh if the module has none with these axes.
     - `sizes`: mesh axes with their sizes.
+    - `arguments`, `results`: one spec or None for each argument and result.
 
     Dims beyond a spec's last, such as the words of a typed PRNG key, stay whole.
     """
@@ -80,7 +88,10 @@ def set_shardings(
 
 
 def set_aliases(module: Any, aliases: Mapping[int, int]) -> Any:
-    """Mark argument `i` of `@main` as donated to result `aliases[i]` (in place); other donations are dropped."""
+    """Mark argument `i` of `@main` as donated to result `aliases[i]` (in place), and return `module`.
+
+    All other donations are dropped.
+    """
     from jaxlib.mlir import ir
 
     function = main_function(module).operation
@@ -109,7 +120,9 @@ def aliases(module: Any) -> dict[int, int]:
 
 
 def read_shardings(op: Any) -> list[tuple[tuple[str, ...], ...] | None]:
-    """Return the spec of each result of an op after `run_propagation`; None where Shardy gave none (not split)."""
+    """Return the mesh axes per dim of each result of an op after `run_propagation`; None where Shardy gave none (not
+    split).
+    """
     from jaxlib.mlir.dialects import sdy
 
     attributes = op.attributes
@@ -123,7 +136,7 @@ def read_shardings(op: Any) -> list[tuple[tuple[str, ...], ...] | None]:
 
 
 def axes_of(sharding: Any) -> tuple[tuple[str, ...], ...]:
-    """Return the axes of each dim of an `sdy.sharding`."""
+    """Return the mesh axes of each dim of an `sdy.sharding`, major first."""
     from jaxlib.mlir.dialects import sdy
 
     return tuple(
@@ -133,14 +146,20 @@ def axes_of(sharding: Any) -> tuple[tuple[str, ...], ...]:
 
 
 def pinned_axes(pin: Any) -> tuple[tuple[str, ...], ...]:
-    """Return the axes of each dim in a constraint."""
+    """Return the mesh axes of each dim in the constraint op `pin`."""
     from jaxlib.mlir.dialects import sdy
 
     return axes_of(sdy.TensorShardingAttr(pin.attributes["sharding"]))
 
 
 class PinLike(Protocol):
-    """Interface of a pin for `insert_pins`; `autoshard.planning.Pin` implements it."""
+    """Interface of a pin for `insert_pins`; `autoshard.planning.Pin` implements it.
+
+    - `op`: number of the op whose result is pinned; -1 for an argument.
+    - `index`: number of the result, region argument or argument.
+    - `spec`: spec to pin.
+    - `operand`: the (user op, operand number) of a single use to pin; None for all uses.
+    """
 
     @property
     def op(self) -> int: ...
@@ -162,7 +181,7 @@ def insert_pins(module: Any, mesh_name: str, sizes: Mapping[str, int], pins: Seq
     the arguments of its last region (a loop's carried values). Op -1 means argument `index` of `@main`. A pin with
     `operand = (user_op, number)` constrains that one use. Pins of one value chain in the given order. All positions are
     those of `number_ops` before any insertion. Branches of a conditional whose pinned results differ get constraints to
-    one spec as well.
+    one spec as well, which count too. Without pins nothing changes.
 
     Raises `UserError` if the module lacks a pinned value, or if its rank differs.
     """
@@ -176,6 +195,7 @@ def insert_pins(module: Any, mesh_name: str, sizes: Mapping[str, int], pins: Seq
     latest: dict[tuple[int, int], Any] = {}
 
     def constrain(value: Any, pin: PinLike, point: Any) -> Any:
+        """Insert the constraint of a pin at `point` and return its op; raise `UserError` if the ranks differ."""
         rank = ir.RankedTensorType(value.type).rank
         if len(pin.spec.dims) != rank:
             raise UserError(
@@ -207,10 +227,10 @@ def insert_pins(module: Any, mesh_name: str, sizes: Mapping[str, int], pins: Seq
 
 
 def _agree_branches(module: Any) -> int:
-    """Pin results of all branches of a conditional to one spec where pins differ (in place); return their number.
+    """Pin results of all branches of a conditional to one spec where pins differ (in place).
 
-    XLA compiles no conditional whose branches end in different shardings. The chosen spec is that of the conditional's
-    own result, or that of the first pinned branch.
+    Return the number of constraints inserted. XLA compiles no conditional whose branches end in different shardings.
+    The chosen spec is that of the conditional's own result, or that of the first pinned branch.
     """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import sdy
@@ -233,7 +253,10 @@ def _agree_branches(module: Any) -> int:
 
 
 def _pinned_value(module: Any, ops: list[Any], pin: PinLike) -> tuple[Any, Any]:
-    """Return the value that a pin without `operand` constrains, and the insertion point after it."""
+    """Return the value that a pin without `operand` constrains, and the insertion point after it.
+
+    Raise `UserError` if the module has no such op, result or region argument.
+    """
     from jaxlib.mlir import ir
 
     if pin.op == -1:
@@ -252,6 +275,7 @@ def _pinned_value(module: Any, ops: list[Any], pin: PinLike) -> tuple[Any, Any]:
 
 
 def _no_such_op(pin: PinLike, count: int) -> str:
+    """Return the message for a pin on a place that a module of `count` ops lacks."""
     where = f"operand {pin.operand[1]} of op {pin.operand[0]}" if pin.operand else f"result {pin.index} of op {pin.op}"
     return f"the plan pins {where}, which is not in this program of {count} ops: the plan belongs to another program."
 

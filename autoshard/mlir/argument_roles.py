@@ -14,7 +14,7 @@ from autoshard.mlir.numbering import BRANCHING, number_ops
 
 
 class Use(enum.Enum):
-    """Use of an argument by its first op that also reads another value."""
+    """Use of an argument, by the first op that reads it, or a view of it, and reveals one."""
 
     NONE = "none"
     """No such op exists, or the op does not reveal a use."""
@@ -41,16 +41,18 @@ _VIEWS = frozenset(
         "reduce_precision",
     )
 ) | {"stablehlo.optimization_barrier", "stablehlo.bitcast_convert", "sdy.sharding_constraint"}
+"""Ops whose result is a view of their one operand."""
 _MIXING = frozenset(
     f"stablehlo.{name}"
     for name in ("dot_general", "dot", "convolution", "transpose", "reverse", "fft", "cholesky", "triangular_solve")
 ) | {"stablehlo.custom_call"}
 """Ops without a region that are not elementwise, though their operands and results may have one shape."""
 _UPDATES = frozenset({"stablehlo.dynamic_update_slice", "stablehlo.scatter"})
+"""Ops that overwrite a part of their first operand."""
 
 
 def argument_uses(module: Any) -> list[Use]:
-    """Return the use of every argument of `main`, by its number. Leaves `module` unchanged."""
+    """Return the use of every argument of `main`, in order of the arguments. Leaves `module` unchanged."""
     copy, block, _ = flat_main(module)
     reader = _Uses(len(block.arguments))
     reader.block(block, [(number, False) for number in range(len(block.arguments))])
@@ -64,7 +66,7 @@ def updated_arguments(module: Any) -> dict[int, int]:
 
     Such a result is an elementwise function of the argument and has its type. A result can depend on several arguments
     (a parameter on its moments too). It is then assigned to the argument that remains after results of fewer arguments
-    are assigned. Leaves `module` unchanged.
+    are assigned. Arguments without such a result, and ambiguous ones, are missing. Leaves `module` unchanged.
     """
     copy, block, results = flat_main(module)
     origins = _Origins()
@@ -84,7 +86,10 @@ def updated_arguments(module: Any) -> dict[int, int]:
 
 
 def flat_main(module: Any) -> tuple[Any, Any, list[Any]]:
-    """Return an inlined copy, the block of its `main`, and the values that the block returns."""
+    """Return an inlined copy, the block of its `main`, and the values that the block returns.
+
+    The copy owns the others: keep a reference to it while they are used.
+    """
     with module.context:
         copy = inline_calls(parse_module(to_bytes(module), module.context))
     block = main_block(copy)
@@ -99,19 +104,27 @@ _CONSTANT: Any = object()
 
 
 class _Uses:
-    """Reader of the uses of arguments, from a walk over the ops."""
+    """Reader of the uses of arguments, from a walk over the ops.
+
+    `of` has the source of each value, `found` the use by argument number.
+    """
 
     def __init__(self, count: int) -> None:
         self.of: dict[Any, Any] = {}
         self.found: dict[int, Use] = {}
 
     def vote(self, source: Any, use: Use) -> None:
-        """Record the use of a source's argument, unless an earlier op has decided it."""
+        """Record the use of a source's argument, unless an earlier op has decided it; do nothing for a computed
+        value.
+        """
         if source is not None and source is not _CONSTANT:
             self.found.setdefault(source[0], use)
 
     def block(self, block: Any, sources: list[Any]) -> list[Any]:
-        """Read a block whose arguments have these sources; return the sources of its results."""
+        """Read a block whose arguments have these sources; return the sources of its terminator's operands.
+
+        Values from outside that were not read before count as constants.
+        """
         for argument, source in zip(block.arguments, sources, strict=True):
             self.of[argument] = source
         returned: list[Any] = []
@@ -127,7 +140,16 @@ class _Uses:
         return returned
 
     def op(self, op: Any, operands: list[Any]) -> list[Any]:
-        """Read an op whose operands have these sources; return the sources of its results."""
+        """Record what an op whose operands have these sources reveals; return the sources of its results.
+
+        - A matmul's right argument is a weight, its left one data, or a weight if the right side is computed.
+        - A convolution's input is data, its kernel a weight.
+        - An update's first operand is written, its others are data; a reduction's operands are data.
+        - All other ops count as elementwise (`together`).
+
+        Results of views, and of elementwise ops of one argument and constants, are views of that argument. Results of
+        constants are constants, and all others computed.
+        """
         count = len(op.results)
         if op.name == "stablehlo.while":
             return self.loop(op, operands)
@@ -168,7 +190,10 @@ class _Uses:
         return [None] * count
 
     def together(self, operands: list[Any]) -> None:
-        """Decide the uses of operands that an elementwise op combines."""
+        """Record the uses of operands that an elementwise op combines with another argument or a computed value.
+
+        An operand that was broadcast is a weight, any other a peer.
+        """
         for place, source in enumerate(operands):
             if not isinstance(source, tuple):
                 continue
@@ -177,9 +202,10 @@ class _Uses:
                 self.vote(source, Use.WEIGHT if source[1] else Use.PEER)
 
     def lookup(self, op: Any, operands: list[Any]) -> Any:
-        """Return the source of a slice or gather.
+        """Record the uses that a slice or gather reveals, and return the source of its result.
 
-        A row of a table is a computed value. A layer of a stack, or a slice at fixed places, is a view of its operand.
+        A row of a table is a computed value: the table is a weight, and its indices are data. A layer of a stack, or a
+        slice at fixed places, is a view of its operand.
         """
         table, indices = operands[0], operands[1:]
         counted = op.name == "stablehlo.dynamic_slice" and not any(isinstance(s, tuple) for s in indices)
@@ -191,7 +217,10 @@ class _Uses:
         return None
 
     def loop(self, op: Any, operands: list[Any]) -> list[Any]:
-        """Read a loop; return the sources of its results: those of the values that it carries unchanged."""
+        """Read a loop, whose changed carried values are written or data; return the sources of its results.
+
+        These are the sources of the values that it carries unchanged, and None for the others.
+        """
         body = op.regions[1].blocks[0]
         unchanged = [
             value == argument
@@ -212,7 +241,7 @@ class _Uses:
 
 
 def _written_in(body: Any) -> set[int]:
-    """Return the carried values of a loop of which it overwrites a part."""
+    """Return the numbers of the carried values of which a loop's body overwrites a part."""
     returned = list(list(body.operations)[-1].operation.operands)
     written = set()
     for number, (value, argument) in enumerate(zip(returned, body.arguments, strict=True)):
@@ -223,6 +252,7 @@ def _written_in(body: Any) -> set[int]:
 
 
 def _is_counter(value: Any) -> bool:
+    """Return True for a scalar of 32 or 64 bits that may count a loop's trips."""
     return str(value.type) in ("tensor<i32>", "tensor<i64>", "tensor<ui32>")
 
 
@@ -235,7 +265,10 @@ def _grows(op: Any) -> bool:
 
 
 def is_pointwise(op: Any) -> bool:
-    """Return True for an elementwise op: every operand and result has one shape."""
+    """Return True for an elementwise op: all operands and results have one shape, and no dims are mixed.
+
+    Ops with regions, and those of `_MIXING`, are not elementwise.
+    """
     from jaxlib.mlir import ir
 
     shapes = [ir.RankedTensorType(value.type).shape for value in (*op.operands, *op.results)]
@@ -243,13 +276,15 @@ def is_pointwise(op: Any) -> bool:
 
 
 class _Origins:
-    """The arguments that each value is an elementwise function of."""
+    """The arguments that each value is an elementwise function of, in `of`; loops and updates of a part count as
+    elementwise.
+    """
 
     def __init__(self) -> None:
         self.of: dict[Any, frozenset[int]] = {}
 
     def block(self, block: Any, sources: list[frozenset[int]]) -> list[frozenset[int]]:
-        """Read a block whose arguments have these origins; return the origins of its results."""
+        """Read a block whose arguments have these origins; return the origins of its terminator's operands."""
         self.of.update(zip(block.arguments, sources, strict=True))
         returned: list[frozenset[int]] = []
         nothing: frozenset[int] = frozenset()
@@ -279,15 +314,15 @@ class Flow:
     operands: Sequence[tuple[Value | None, ...]]
     """Operands of each op; None for arguments of a region. Ops without results, which end a region, have none."""
     elementwise_operands: Sequence[tuple[Value | None, ...]]
-    """Operands of elementwise ops; empty for all other ops."""
+    """Operands of elementwise ops with one result; empty for all other ops."""
     products: frozenset[int]
     """Numbers of the ops that contract dims."""
     lookups: frozenset[int]
     """Numbers of the ops that gather from dims, or scatter to them."""
     views: Mapping[int, tuple[int | None, ...]]
-    """Dim of the result where each dim of the operand begins, for ops that only rearrange elements into other dims.
+    """Dim of the result where each dim of the operand begins, for reshapes and transposes, by the op's number.
 
-    None for a dim that is not the outermost part of a dim of the result.
+    None for a dim that does not begin a dim of the result.
     """
     unreduced_dims: Mapping[int, tuple[int, ...]]
     """Dims of the first operand that a reduction does not reduce."""
@@ -296,7 +331,9 @@ class Flow:
 
     @functools.cached_property
     def users(self) -> Mapping[Value, list[int]]:
-        """Numbers of the ops that read each value."""
+        """Numbers of the ops that read each value, ascending, one entry for each operand; values without readers are
+        missing.
+        """
         users: dict[Value, list[int]] = {}
         for op, operands in enumerate(self.operands):
             for value in operands:
@@ -305,7 +342,7 @@ class Flow:
         return users
 
     def between(self, taken: Collection[Value], made: Value) -> set[int]:
-        """Return the ops that compute a value from the values `taken` (and from arguments)."""
+        """Return the numbers of the ops that compute `made` from the values `taken` (and from arguments), backwards."""
         ops: set[int] = set()
         queue = [made[0]]
         for op in queue:  # grows as it is walked
@@ -316,7 +353,10 @@ class Flow:
         return ops
 
     def unchanged(self, ops: Collection[int], made: Value) -> Iterator[Value]:
-        """Yield the values that become `made` through elementwise ops within `ops`, nearest first."""
+        """Yield the values from which elementwise ops within `ops` compute `made`, nearest first.
+
+        The ops that compute the yielded values are in `ops` too; `made` is not yielded.
+        """
         queue, seen = [made], {made}
         for value in queue:
             before = self.elementwise_operands[value[0]] if value[0] in ops else ()
@@ -328,7 +368,7 @@ class Flow:
 
 
 def flow(module: Any) -> Flow:
-    """Read the flow of values in a module. Call `inline_calls` first."""
+    """Read the flow of values in a module with calls inlined (`inline_calls`); numbers are those of `number_ops`."""
     ops = number_ops(module)
     numbers = {op: number for number, op in enumerate(ops)}
     operands = [tuple(place_of(v, numbers) for v in op.operands) if len(op.results) else () for op in ops]
@@ -344,8 +384,9 @@ def flow(module: Any) -> Flow:
 
 
 def _reshaped(reshape: Any) -> tuple[int | None, ...]:
-    """Map dims of a reshape's operand to dims of its result: two dims begin together if equally many elements
-    precede.
+    """Map each dim of a reshape's operand to the dim of its result before which equally many elements stand.
+
+    None if there is no such dim. Dims of size 1 of the result count as none.
     """
     from jaxlib.mlir import ir
 
@@ -356,17 +397,18 @@ def _reshaped(reshape: Any) -> tuple[int | None, ...]:
 
 
 def _transposed(transpose: Any) -> tuple[int | None, ...]:
-    """Map dims of a transpose's operand to dims of its result."""
+    """Map each dim of a transpose's operand to its dim of the result."""
     order = list(transpose.attributes["permutation"])
     return tuple(order.index(dim) for dim in range(len(order)))
 
 
 def _spread(broadcast: Any) -> tuple[int, ...]:
+    """Return the dims of the result that the dims of a broadcast's operand become."""
     return tuple(broadcast.attributes["broadcast_dimensions"])
 
 
 def _kept(reduction: Any) -> tuple[int, ...]:
-    """Return the dims that a reduction does not reduce."""
+    """Return the dims of its first operand that a reduction does not reduce."""
     from jaxlib.mlir import ir
 
     reduced = set(reduction.attributes["dimensions"])

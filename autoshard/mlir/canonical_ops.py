@@ -9,11 +9,14 @@ from autoshard.mlir.module import collect, compared, main_block, numbers_of, pai
 
 _NORMS = frozenset({"stablehlo.batch_norm_training", "stablehlo.batch_norm_grad", "stablehlo.batch_norm_inference"})
 _ROUGH = frozenset({"bf16", "f16"})
-"""Types whose sums are computed in f32."""
+"""Types whose norms are computed in f32."""
 
 
 def expand_norms(module: Any) -> None:
-    """Replace every batch norm of the module by elementary ops, as StableHLO's specification defines it (in place)."""
+    """Replace every batch norm of the module by elementary ops, as StableHLO's specification defines it (in place).
+
+    Norms of bf16 and f16 are computed in f32. New ops have the norm's location.
+    """
     from jaxlib.mlir import ir
 
     for op in collect(module.operation, _NORMS):
@@ -30,7 +33,10 @@ def expand_norms(module: Any) -> None:
 
 
 class _Expansion:
-    """Writer of the text of a function that computes one batch norm."""
+    """Writer of the text of a function that computes one batch norm.
+
+    Methods that emit append lines to the text, and accept and return names of values.
+    """
 
     def __init__(self, op: Any) -> None:
         from jaxlib.mlir import ir
@@ -50,7 +56,7 @@ class _Expansion:
         self.lines: list[str] = []
 
     def text(self) -> str:
-        """Return the function with the op's operands as arguments and its results."""
+        """Return the function's text, with the op's operands as arguments and its results."""
         arguments = [f"%a{k}" for k in range(len(self.takes))]
         values = [self.as_type(a, old, self.wide(old)) for a, old in zip(arguments, self.takes, strict=True)]
         results = getattr(self, self.kind)(*values)
@@ -61,7 +67,7 @@ class _Expansion:
         return f"func.func public @main({signature}) -> ({types}) {{\n{body}\nreturn {', '.join(results)} : {types}\n}}"
 
     def training(self, x: str, scale: str, offset: str) -> tuple[str, str, str]:
-        """Emit the norm with the batch's own mean and variance."""
+        """Emit the norm with the batch's own mean and variance; return the result, the mean and the variance."""
         mean = self.mean(x)
         centred = self.op("subtract", x, self.spread(mean))
         variance = self.mean(self.op("multiply", centred, centred))
@@ -72,7 +78,10 @@ class _Expansion:
         return (self.scaled(self.op("subtract", x, self.spread(mean)), scale, offset, variance),)
 
     def grad(self, x: str, scale: str, mean: str, variance: str, g: str) -> tuple[str, str, str]:
-        """Emit the gradients of the input, the scale and the offset, from the gradient `g` of the output."""
+        """Emit the gradients of the input, the scale and the offset, from the gradient `g` of the output.
+
+        `mean` and `variance` are those of the batch.
+        """
         inverse = self.inverse(variance)
         unit = self.op("multiply", self.op("subtract", x, self.spread(mean)), self.spread(inverse))
         of_scale, of_offset = self.sum(self.op("multiply", g, unit)), self.sum(g)
@@ -87,15 +96,17 @@ class _Expansion:
         return self.op("add", self.op("multiply", centred, self.spread(slope)), self.spread(offset))
 
     def inverse(self, variance: str) -> str:
-        """Emit one over the standard deviation."""
+        """Emit one over the standard deviation: the reciprocal root of the variance plus epsilon."""
         return self.new(
             f"stablehlo.rsqrt {self.op('add', variance, self.constant(self.epsilon, self.row), self.row)} : {self.row}"
         )
 
     def mean(self, value: str) -> str:
+        """Emit the mean over all dims but the feature."""
         return self.divided(self.sum(value))
 
     def divided(self, row: str) -> str:
+        """Emit the quotient of one number per feature and the count of elements summed."""
         return self.op("divide", row, self.constant(self.count, self.row), self.row)
 
     def sum(self, value: str) -> str:
@@ -111,16 +122,21 @@ class _Expansion:
         return self.new(f"stablehlo.broadcast_in_dim {row}, dims = [{self.feature}] : ({self.row}) -> {self.whole}")
 
     def constant(self, number: float, kind: str) -> str:
+        """Emit a constant of type `kind` that repeats `number`."""
         return self.new(f"stablehlo.constant dense<{number:.17e}> : {kind}")
 
     def op(self, name: str, a: str, b: str, kind: str = "") -> str:
+        """Emit the binary op `name`, of type `kind` or by default of the whole shape."""
         return self.new(f"stablehlo.{name} {a}, {b} : {kind or self.whole}")
 
     def wide(self, kind: str) -> str:
-        """Return the type in which a tensor of this type is computed."""
+        """Return the tensor type of the same shape with the elements in which the norm is computed: f32 for bf16 and
+        f16.
+        """
         return re.sub(r"(?<=[x<])[a-z]+\d+(?=>)", self.element, kind)
 
     def as_type(self, value: str, old: str, new: str) -> str:
+        """Emit a conversion of a value from type `old` to type `new`; return the value if they are equal."""
         return value if old == new else self.new(f"stablehlo.convert {value} : ({old}) -> {new}")
 
     def new(self, line: str) -> str:
@@ -134,7 +150,10 @@ _SCATTER = "stablehlo.select_and_scatter"
 
 
 def fold_pooling(function: Any) -> None:
-    """Fold pad, select_and_scatter, slice into one select_and_scatter if the slice undoes the pad (in place)."""
+    """Fold every pad, select_and_scatter and slice into one padded select_and_scatter (in place).
+
+    They are folded only if the slice undoes the pad, and if the pad's value is one that the op never selects.
+    """
     for op in collect(function, {_SCATTER}):
         _fold(op)
 
@@ -172,8 +191,9 @@ def identity_of_selection(op: Any) -> Any:
 
 
 def _never_selected(op: Any) -> Any | None:
-    """Return the smallest (or largest) value of the element type as an attribute, if the op selects the largest (or
-    smallest).
+    """Return the smallest value of the element type as an attribute if the op selects the largest, and conversely.
+
+    Floats have infinities. None if the op's selection begins with anything but an ordering.
     """
     from jaxlib.mlir import ir
 
@@ -195,7 +215,9 @@ def _never_selected(op: Any) -> Any | None:
 
 
 def _fold(op: Any) -> None:
-    """Fold one select_and_scatter with its pad and the slices of its result; do nothing if they do not match."""
+    """Fold one select_and_scatter with its pad and the slices of its result (in place); do nothing if they do not
+    match.
+    """
     from jaxlib.mlir import ir
 
     if any(any(row) for row in _padding(op)):
@@ -235,7 +257,7 @@ def _fold(op: Any) -> None:
 
 
 def _slices(op: Any) -> list[Any]:
-    """Return the slices that crop the op's result; empty if anything else uses it.
+    """Return the slices that crop the op's result; empty if it has any other user.
 
     A slice of the whole result is skipped; the slices of it count instead.
     """
@@ -254,21 +276,24 @@ def _slices(op: Any) -> list[Any]:
 
 
 def _users(op: Any) -> list[Any]:
+    """Return the ops that use a result of `op`, one entry for each use."""
     return [user for result in op.results for user in _users_of(result)]
 
 
 def _users_of(value: Any) -> list[Any]:
+    """Return the ops that use a value, one entry for each use."""
     return [use.owner.operation for use in value.uses]
 
 
 def _producer(value: Any) -> Any | None:
+    """Return the op that computes a value; None for an argument of a block."""
     from jaxlib.mlir import ir
 
     return None if isinstance(value.owner, ir.Block) else value.owner.operation
 
 
 def _pads_with(pad: Any, number: Any | None) -> bool:
-    """Return True if the pad's value is a constant of this number."""
+    """Return True if the pad's value is a constant of this number; False if `number` is None."""
     from jaxlib.mlir import ir
 
     source = _producer(pad.operands[1])
@@ -278,7 +303,7 @@ def _pads_with(pad: Any, number: Any | None) -> bool:
 
 
 def _padding(op: Any) -> list[list[int]]:
-    """Return (low, high) padding of each dim of a select_and_scatter."""
+    """Return [low, high] padding in elements of each dim of a select_and_scatter; zeros by default."""
     from jaxlib.mlir import ir
 
     rank = len(ir.RankedTensorType(op.operands[0].type).shape)
@@ -288,7 +313,7 @@ def _padding(op: Any) -> list[list[int]]:
 
 
 def _unfold(op: Any) -> None:
-    """Split one padded select_and_scatter; do nothing if it has no padding or selects no extreme."""
+    """Split one padded select_and_scatter (in place); do nothing if it has no padding or selects no extreme."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 

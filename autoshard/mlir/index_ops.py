@@ -19,9 +19,9 @@ _BARRIER = "stablehlo.optimization_barrier"
 
 
 def guard_indexing(module: Any) -> None:
-    """Clamp starts, and separate slices of pinned values from the ops that index the values (in place).
+    """Clamp starts, and put barriers between slices of pinned values and the ops that index the values (in place).
 
-    Call it after `insert_pins`.
+    Call it after `insert_pins`. It covers dynamic slices and updates, gathers and scatters in all regions.
     """
     with module.context:
         for op in collect(module.operation, {_SLICE, _UPDATE}):
@@ -34,7 +34,14 @@ def guard_indexing(module: Any) -> None:
 
 
 def _clamp_starts(op: Any) -> None:
-    """Clamp the starts of dims that may be split; starts that are constants in range stay as they are."""
+    """Clamp the starts of a dynamic slice or update along dims that may be split (in place).
+
+    Three kinds of starts stay as they are:
+
+    - constants in range;
+    - those of an update along dims that no axis splits, if the updated value has a known spec;
+    - those of slices of one row.
+    """
     shape = _shape(op.operands[0])
     update = op.name == _UPDATE
     window = _shape(op.operands[1] if update else op.results[0])
@@ -49,7 +56,10 @@ def _clamp_starts(op: Any) -> None:
 
 
 def _clamp_windows(op: Any) -> None:
-    """Clamp the starts of a gather of windows: XLA lowers it to a slice where a shard reads one window."""
+    """Clamp the starts of a gather of windows (in place): XLA lowers it to a slice where a shard reads one window.
+
+    Gathers of single rows or of whole dims stay as they are.
+    """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
@@ -75,7 +85,7 @@ def _clamp_windows(op: Any) -> None:
 
 
 def _clamped(op: Any, start: Any, last: int) -> Any:
-    """Emit a clamp of a start to the range from 0 to `last`."""
+    """Emit, before `op`, a clamp of a start to the range from 0 to `last`, and return its result."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
@@ -97,7 +107,10 @@ def _in_range(start: Any, last: int) -> bool:
 
 
 def _pins_before(op: Any) -> Iterator[Any]:
-    """Yield the constraints that split dims which the op indexes, with only views in between."""
+    """Yield the constraints on an op's indexed operands that split an indexed dim, with only views in between.
+
+    After a reshape or transpose any split counts. Constraints on one repeated number are left out.
+    """
     indexed = _indexed_dims(op)
     count = len(op.results) if op.name == _SCATTER else 1
     for value in list(op.operands)[:count]:
@@ -113,7 +126,10 @@ def _pins_before(op: Any) -> Iterator[Any]:
 
 
 def _indexed_dims(op: Any) -> set[int]:
-    """Return the dims of the first operand in which the op reads or writes a part, from a start."""
+    """Return the dims of the first operand in which the op reads or writes a part, from a start.
+
+    Gathers and scatters name them; for dynamic slices and updates they are the dims that the window does not fill.
+    """
     from jaxlib.mlir.dialects import stablehlo
 
     if op.name == _SCATTER:
@@ -128,7 +144,7 @@ def _indexed_dims(op: Any) -> set[int]:
 
 
 def _is_splat(value: Any) -> bool:
-    """Return True for one number that is broadcast to a shape: XLA never slices it."""
+    """Return True for one number that is broadcast to a shape, or any constant: XLA never slices it."""
     maker = maker_of(value)
     while maker is not None and maker.name in (CONSTRAINT, *_VIEWS):
         maker = maker_of(maker.operands[0])
@@ -139,7 +155,7 @@ def _is_splat(value: Any) -> bool:
 
 
 def _separate(pin: Any) -> None:
-    """Insert a barrier after a constraint, unless it has one."""
+    """Insert an optimization barrier between a constraint and all its users, unless it has one."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
@@ -152,7 +168,9 @@ def _separate(pin: Any) -> None:
 
 
 def _pinned_spec(value: Any) -> tuple[tuple[str, ...], ...] | None:
-    """Return the spec of a pinned value or of an argument of `@main`; None if it is left to propagation."""
+    """Return the mesh axes per dim of a pinned value or of an argument of `@main`; None if it is left to
+    propagation.
+    """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import sdy
 
@@ -164,12 +182,14 @@ def _pinned_spec(value: Any) -> tuple[tuple[str, ...], ...] | None:
 
 
 def _shape(value: Any) -> list[int]:
+    """Return the sizes of a value's dims."""
     from jaxlib.mlir import ir
 
     return list(ir.RankedTensorType(value.type).shape)
 
 
 _FIRST_INDEX = {"stablehlo.dynamic_slice": 1, "stablehlo.dynamic_update_slice": 2}
+"""Position of the first index among the operands of ops that slice."""
 
 
 def indexed_sizes(module: Any) -> dict[int, tuple[int, ...]]:
@@ -186,7 +206,12 @@ def indexed_sizes(module: Any) -> dict[int, tuple[int, ...]]:
 
 
 class _IndexUses:
-    """Reader of the integer arguments that reach each value, and of the dims that they index."""
+    """Reader of the integer arguments that reach each value, and of the dims that they index.
+
+    - `of`: numbers of the arguments by value.
+    - `sizes`: sizes of the dims that an argument indexes.
+    - `counting`: arguments that reach a loop's condition.
+    """
 
     def __init__(self) -> None:
         self.of: dict[Any, frozenset[int]] = {}
@@ -194,7 +219,10 @@ class _IndexUses:
         self.counting: set[int] = set()
 
     def block(self, block: Any, sources: list[frozenset[int]]) -> list[frozenset[int]]:
-        """Read a block whose arguments have these sources; return the sources of its results."""
+        """Read a block whose arguments have these sources; return the sources of its terminator's operands.
+
+        A value that is no integer has no sources.
+        """
         self.of.update(zip(block.arguments, sources, strict=True))
         returned: list[frozenset[int]] = []
         for view in block.operations:
@@ -208,7 +236,7 @@ class _IndexUses:
         return returned
 
     def op(self, op: Any, operands: list[frozenset[int]]) -> list[frozenset[int]]:
-        """Read an op whose operands have these sources; return the sources of its results."""
+        """Record the dims that an op indexes; return the sources of its results: all arguments of its operands."""
         if op.name == "stablehlo.while":
             return self.loop(op, operands)
         if op.name in BRANCHING:
@@ -233,7 +261,9 @@ class _IndexUses:
 
 
 def _indexed(op: Any, operands: list[frozenset[int]]) -> list[tuple[frozenset[int], int]]:
-    """Return the arguments in each index of an op, with the size of the dim that it indexes."""
+    """Return the arguments in each index of an op, with the size of the dim that it indexes; empty for ops without
+    index.
+    """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
@@ -253,7 +283,7 @@ def _indexed(op: Any, operands: list[frozenset[int]]) -> list[tuple[frozenset[in
 
 
 def _is_whole(value: Any) -> bool:
-    """Return True for a tensor of integers."""
+    """Return True for a tensor of integers (booleans included)."""
     from jaxlib.mlir import ir
 
     return isinstance(ir.RankedTensorType(value.type).element_type, ir.IntegerType)

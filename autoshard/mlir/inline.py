@@ -19,11 +19,12 @@ from autoshard.mlir.sharding_constraints import drop_idle_constraints
 
 
 _CALLS = {"func.call": "callee", "stablehlo.composite": "decomposition"}
+"""Attribute that names the called function, by kind of call."""
 
 
 def inline_calls(module: Any) -> Any:
     """Replace every call and composite by a clone of its body, in every region, so that only `@main` remains (in
-    place).
+    place); return `module`.
 
     Functions that a custom call names remain too. The location of an inlined op is `<name of the call>/<name of the
     op>`. Max pooling, which platforms lower differently, gets one form (`fold_pooling`), so that positions of ops
@@ -34,6 +35,7 @@ def inline_calls(module: Any) -> Any:
     done: set[str] = set()
 
     def flatten(root: str) -> None:
+        """Inline all calls in `root` and in the functions that it calls."""
         for name in _callees_first(functions, root):
             if name not in done:
                 done.add(name)
@@ -56,14 +58,20 @@ def inline_calls(module: Any) -> Any:
 
 
 def check_calls(module: Any, what: str) -> None:
-    """Raise `UserError` if a function that `@main` reaches calls itself, directly or through others."""
+    """Raise `UserError` if a function that `@main` reaches calls itself, directly or through others.
+
+    `what` names the program in the message.
+    """
     functions = {symbol(op): op for op in module.body.operations if op.operation.name == "func.func"}
     with module.context:
         _callees_first(functions, symbol(main_function(module)), what)
 
 
 def _callees_first(functions: Mapping[str, Any], root: str, what: str = "the program") -> list[str]:
-    """Return the functions that `root` calls, directly or through others, and `root` last; callees before callers."""
+    """Return the functions that `root` calls, directly or through others, and `root` last; callees before callers.
+
+    `functions` are all functions by name, and `what` names the program in the message. Raise `UserError` for recursion.
+    """
     sorter: graphlib.TopologicalSorter[str] = graphlib.TopologicalSorter()
     waiting, seen = [root], {root}
     while waiting:
@@ -82,7 +90,7 @@ def _callees_first(functions: Mapping[str, Any], root: str, what: str = "the pro
 
 
 def _inline_one(call: Any, function: Any) -> None:
-    """Replace a call by a clone of the function's body."""
+    """Replace a call by a clone of the function's body (in place); the names of its ops begin with the call's."""
     clone = function.operation.clone(ip=False)
     _prefix_locations(clone, call.location)
     replace_by_block(call, clone.regions[0].blocks[0])
@@ -90,7 +98,9 @@ def _inline_one(call: Any, function: Any) -> None:
 
 
 def _prefix_locations(function: Any, location: Any) -> None:
-    """Prepend the name of the call to the names of a function's ops."""
+    """Prepend the name of the call to the names of a function's ops; ops without a name, and calls without one, change
+    nothing.
+    """
     from jaxlib.mlir import ir
 
     prefix = location_name(location)
@@ -113,6 +123,7 @@ def _prefix_locations(function: Any, location: Any) -> None:
 
 
 def _callee(call: Any) -> str:
+    """Return the name of the function that a call calls."""
     from jaxlib.mlir import ir
 
     return ir.FlatSymbolRefAttr(call.attributes[_CALLS[call.name]]).value
@@ -130,11 +141,10 @@ def _named_by_custom_calls(function: Any) -> set[str]:
 
 
 def replace_body(module: Any, donor: bytes | str) -> Any:
-    """Replace the body of `@main` by that of another module's `@main` of the same type, except argument attributes (in
-    place).
+    """Replace the body of `@main` by that of another module's `@main` of the same type (in place), and return `module`.
 
-    Thus every platform compiles the ops of one program, numbered once. Both modules are inlined. Raises `UserError` if
-    the types differ.
+    Attributes of arguments and results stay those of `module`. Thus every platform compiles the ops of one program,
+    numbered once. Both modules are inlined. Raises `UserError` if the types differ.
     """
     from jaxlib.mlir import ir
 
@@ -161,7 +171,7 @@ def replace_body(module: Any, donor: bytes | str) -> Any:
 
 
 def tuple_calls(module: Any) -> list[str]:
-    """Return the targets of custom calls whose result is a tuple, such as factorisations of LAPACK."""
+    """Return the targets of custom calls whose result is a tuple, such as factorisations of LAPACK, sorted."""
     from jaxlib.mlir import ir
 
     calls = collect(module.operation, {"stablehlo.custom_call"})
@@ -170,7 +180,10 @@ def tuple_calls(module: Any) -> list[str]:
 
 
 def fold_tuples(root: Any) -> None:
-    """Replace every element that is read from a tuple by the operand of the tuple; drop unused tuples (in place)."""
+    """Replace every element that is read from a tuple by the operand of the tuple; drop unused tuples (in place).
+
+    Elements of a tuple that no `stablehlo.tuple` makes, such as a call's result, stay.
+    """
     from jaxlib.mlir import ir
 
     for op in collect(root, {"stablehlo.get_tuple_element"}):

@@ -19,7 +19,12 @@ from autoshard.mlir.op_windows import WindowedDim, convolution_dims, windowed_di
 
 
 class RegionLike(Protocol):
-    """Interface of a region for `insert_regions`; `autoshard.planning.Region` implements it."""
+    """Interface of a region for `insert_regions`; `autoshard.planning.Region` implements it.
+
+    - `op`: number of the op.
+    - `operands`, `results`: specs of the op's operands and results.
+    - `summed`: mesh axes along which each device has a partial result; empty for none.
+    """
 
     @property
     def op(self) -> int: ...
@@ -32,10 +37,10 @@ class RegionLike(Protocol):
 
 
 def regions_of(module: Any, regions: Sequence[RegionLike]) -> list[tuple[Any, RegionLike]]:
-    """Return the ops of regions with the regions; call it before anything is inserted, since regions name ops by
+    """Return (op, region) for each region, in order; call it before anything is inserted, since regions name ops by
     number.
 
-    Raises `UserError` if the module has no such op.
+    Raises `UserError` if the module has no such op, or if it has another number of operands.
     """
     if not regions:
         return []
@@ -58,6 +63,8 @@ def insert_regions(
     - `mesh_name`: name for the mesh if the module has none with these axes.
     - `sizes`: mesh axes with their sizes.
     - `found`: the ops with their regions.
+
+    Collectives inside get channel numbers that the module does not use.
     """
     if not found:
         return 0
@@ -87,13 +94,21 @@ class _Splitter:
     """One op, its region, and the mesh and channel numbers that the manual region is built with."""
 
     op: Any
+    """Op that is replaced."""
     region: RegionLike
+    """Specs of its operands and results."""
     mesh_name: str
+    """Name of the mesh in the module."""
     sizes: Mapping[str, int]
+    """Mesh axes with their sizes."""
     channels: Any
+    """Iterator of channel numbers that the module does not use."""
 
     def replace(self) -> None:
-        """Replace the op by a manual region; partial results are stacked and summed outside of it."""
+        """Replace the op by a manual region (in place).
+
+        Partial results are stacked in a new leading dim, split over the summed axes, and summed outside of the region.
+        """
         from jaxlib.mlir import ir
         from jaxlib.mlir.dialects import sdy, stablehlo
 
@@ -141,28 +156,30 @@ class _Splitter:
         self.op.erase()
 
     def dims(self) -> list[WindowedDim]:
-        """Return the dims of the op that can be split in space."""
+        """Return the dims of the op that can be split in space, split or not."""
         kind = self.op.name.rpartition(".")[2]
         shapes = [_shape(v.type) for v in self.op.operands]
         return windowed_dims(kind, self.op.attributes, shapes, _shape(self.op.results[0].type))
 
     def filled(self) -> bool:
-        """Return True if the elements beyond the edges are not the zeros that a permute leaves there."""
+        """Return True if elements beyond the edges may differ from the zeros that a permute leaves there: for all but
+        convolutions.
+        """
         return self.op.name != "stablehlo.convolution"
 
     def count(self, axes: Sequence[str]) -> int:
-        """Return the number of shards along some axes."""
+        """Return the number of shards along some axes: the product of their sizes, 1 for none."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     def local_type(self, kind: Any, dims: Sequence[Sequence[str]]) -> Any:
-        """Return the type of a shard."""
+        """Return the type of a shard of a tensor of type `kind` whose dims are split by the axes `dims`."""
         from jaxlib.mlir import ir
 
         shape = [size // self.count(axes) for size, axes in zip(_shape(kind), dims, strict=True)]
         return ir.RankedTensorType.get(shape, _element(kind))
 
     def body(self, values: list[Any], dims: list[WindowedDim], places: dict[int, int], out: list[Any]) -> list[Any]:
-        """Emit the op on one shard.
+        """Emit the op on one shard, and return its results without halos.
 
         - `values`: the shards of the op's operands, then the positions in `places`.
         - `dims`: the dims that are split in space. Halos are exchanged dim after dim, so that corners are included.
@@ -192,7 +209,7 @@ class _Splitter:
         return [result]
 
     def fills(self, values: list[Any]) -> list[Any]:
-        """Return the scalar beyond the edges of each windowed operand; None if the zeros of a permute are right."""
+        """Return the scalar beyond the edges of each windowed operand; [None] if the zeros of a permute are right."""
         kind = self.op.name
         if kind == "stablehlo.reduce_window":
             return values[len(self.op.results) : len(self.op.operands)]
@@ -203,8 +220,10 @@ class _Splitter:
         return [None]
 
     def extended(self, value: Any, dim: WindowedDim, axes: Sequence[str], fill: Any, place: Any) -> Any:
-        """Extend a shard by its halo along one dim.
+        """Return a shard extended by its halo along one dim.
 
+        - `value`: the shard.
+        - `dim`: the dim, which has the widths of the halo.
         - `axes`: mesh axes that split the dim.
         - `fill`: scalar beyond the edges, or None.
         - `place`: the shard's position along the dim, or None.
@@ -221,7 +240,12 @@ class _Splitter:
         return stablehlo.concatenate(pieces, dim.source) if len(pieces) > 1 else value
 
     def returned(self, value: Any, dim: WindowedDim, axes: Sequence[str]) -> Any:
-        """Add the halos' results of the neighbours to a shard, and cut off its own halos."""
+        """Return a shard of a select_and_scatter's result without its halos, plus what the neighbours scattered into
+        theirs.
+
+        - `value`: the shard with its halos.
+        - `dim`, `axes`: the dim, and the mesh axes that split it.
+        """
         from jaxlib.mlir.dialects import stablehlo
 
         own = _shape(value.type)[dim.source] - dim.before - dim.after
@@ -235,7 +259,10 @@ class _Splitter:
         return total
 
     def at_edge(self, halo: Any, fill: Any, place: Any, edge: int) -> Any:
-        """Replace the halo by `fill` on the shard at position `edge`, which has no neighbour there."""
+        """Return the halo, replaced by the scalar `fill` on the shard at position `edge`, which has no neighbour there.
+
+        Without `fill` or `place` (the shard's position) the halo is returned unchanged.
+        """
         from jaxlib.mlir import ir
         from jaxlib.mlir.dialects import stablehlo
 
@@ -250,8 +277,9 @@ class _Splitter:
         return stablehlo.select(mask, stablehlo.broadcast_in_dim(halo.type, fill, []), halo)
 
     def shifted(self, value: Any, axes: Sequence[str], step: int) -> Any:
-        """Fetch the value of the neighbour `step` places before, along mesh axes (major first); zeros if there is
-        none.
+        """Emit a permute that fetches `value` from the shard `step` places before along mesh axes (major first).
+
+        Shards without such a neighbour receive zeros; a negative step fetches from behind.
         """
         from jaxlib.mlir.dialects import stablehlo
 
@@ -260,7 +288,9 @@ class _Splitter:
         return stablehlo.collective_permute(value, _int64(pairs), channel_handle=channel)
 
     def set_window(self, new: Any, dims: list[WindowedDim]) -> None:
-        """Set the window attributes of the op on one shard."""
+        """Set the window attributes of the op `new` on one shard, and the groups of a convolution; `dims` are split in
+        space.
+        """
         from jaxlib.mlir import ir
 
         kind = self.op.name.rpartition(".")[2]
@@ -291,7 +321,10 @@ class _Splitter:
             self.set_groups(new)
 
     def set_slice(self, new: Any, local: dict[int, Any]) -> None:
-        """Set starts and limits of a slice on one shard."""
+        """Set starts and limits of a slice on one shard; `local` has the window of each dim that is split in space.
+
+        A dim that is split otherwise is read whole.
+        """
         from jaxlib.mlir import ir
 
         starts, limits, strides = (
@@ -308,7 +341,7 @@ class _Splitter:
         new.attributes["limit_indices"] = ir.DenseI64ArrayAttr.get(limits)
 
     def set_groups(self, new: Any) -> None:
-        """Divide the groups of a convolution by the shards of its features, or of its batch."""
+        """Divide the groups of a convolution by the shards of its features, or of its batch; a count of 1 stays."""
         from jaxlib.mlir import ir
         from jaxlib.mlir.dialects import stablehlo
 
@@ -324,7 +357,11 @@ class _Splitter:
 
 
 def shift_pairs(sizes: Mapping[str, int], axes: Sequence[str], step: int) -> list[tuple[int, int]]:
-    """Return (source, target) devices, by position in the mesh, of a shift by `step` places along some of its axes."""
+    """Return (source, target) devices, by position in the mesh, of a shift by `step` places along `axes` (major first).
+
+    `sizes` are the mesh axes with their sizes. Shards do not wrap around: devices at the end are no sources. A negative
+    step shifts backwards. The pairs are sorted.
+    """
     names = list(sizes)
     strides = {name: math.prod(list(sizes.values())[k + 1 :]) for k, name in enumerate(names)}
     others = [name for name in names if name not in axes]
@@ -340,7 +377,9 @@ def shift_pairs(sizes: Mapping[str, int], axes: Sequence[str], step: int) -> lis
 
 
 def _sum_of_parts(value: Any, kind: Any) -> Any:
-    """Sum over the first dim; the partitioner lowers this reduction like any other."""
+    """Emit the sum of `value` over its first dim, of type `kind`; the partitioner lowers this reduction like
+    any other.
+    """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
@@ -353,7 +392,7 @@ def _sum_of_parts(value: Any, kind: Any) -> Any:
 
 
 def _cut(value: Any, dim: int, start: int, stop: int) -> Any:
-    """Emit a slice of one dim."""
+    """Emit a slice of one dim from `start` to `stop`, excluded."""
     from jaxlib.mlir.dialects import stablehlo
 
     shape = _shape(value.type)
@@ -363,7 +402,7 @@ def _cut(value: Any, dim: int, start: int, stop: int) -> Any:
 
 
 def _padded(value: Any, dim: int, low: int, high: int) -> Any:
-    """Emit a pad of one dim by zeros."""
+    """Emit a pad of one dim by `low` and `high` zeros."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
@@ -375,6 +414,7 @@ def _padded(value: Any, dim: int, low: int, high: int) -> Any:
 
 
 def _zero(kind: Any) -> Any:
+    """Emit a constant of zeros of the type `kind`, of integers or floats."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
@@ -387,24 +427,28 @@ def _zero(kind: Any) -> Any:
 
 
 def _shape(kind: Any) -> list[int]:
+    """Return the shape of a tensor type."""
     from jaxlib.mlir import ir
 
     return list(ir.RankedTensorType(kind).shape)
 
 
 def _element(kind: Any) -> Any:
+    """Return the element type of a tensor type."""
     from jaxlib.mlir import ir
 
     return ir.RankedTensorType(kind).element_type
 
 
 def _int64(values: Any) -> Any:
+    """Convert numbers to a numpy array of int64."""
     import numpy as np
 
     return np.asarray(values, dtype=np.int64)
 
 
 def _int32(values: Any) -> Any:
+    """Convert numbers to a numpy array of int32."""
     import numpy as np
 
     return np.asarray(values, dtype=np.int32)

@@ -17,7 +17,7 @@ def new_context() -> Any:
 
 
 def parse_module(source: bytes | str, context: Any = None) -> Any:
-    """Parse MLIR text, bytecode or a StableHLO portable artifact into an `ir.Module`.
+    """Parse MLIR text, bytecode or a StableHLO portable artifact into an `ir.Module`, in `context` or a new one.
 
     Raises `UserError` with the parser's first complaint if the source is none of these.
     """
@@ -45,7 +45,7 @@ def to_bytes(module: Any) -> bytes:
 
 
 def main_function(module: Any) -> Any:
-    """Return the public `func.func @main`. Raises `UserError` if there is none."""
+    """Return the function op `@main`. Raises `UserError` if there is none."""
     for op in module.body.operations:
         if op.operation.name == "func.func" and symbol(op) == "main":
             return op
@@ -53,11 +53,15 @@ def main_function(module: Any) -> Any:
 
 
 def main_block(module: Any) -> Any:
+    """Return the block of `@main`. Raises `UserError` if there is none."""
     return main_function(module).operation.regions[0].blocks[0]
 
 
 def main_types(module: Any) -> tuple[list[tuple[tuple[int, ...], str]], list[tuple[tuple[int, ...], str]]]:
-    """Return shapes and numpy dtype names of `@main`'s arguments and results."""
+    """Return shapes and numpy dtype names of `@main`'s arguments and results.
+
+    Raises `UserError` if numpy has no such dtype. Tokens, tuples and dynamic shapes raise it too.
+    """
     from jaxlib.mlir import ir
 
     kind = ir.FunctionType(ir.TypeAttr(main_function(module).operation.attributes["function_type"]).value)
@@ -77,9 +81,10 @@ _NUMPY = ("bool", "int", "uint", "float", "bfloat", "complex")
 
 
 def tensor_type(kind: Any) -> tuple[tuple[int, ...], str, int]:
-    """Return shape, dtype name and bytes per element of a type; tokens and tuples have zero bytes.
+    """Return shape, dtype name and bytes per element of a type.
 
-    The dtype is named as in numpy. Elements that numpy lacks have MLIR's name and count as one byte.
+    Types other than tensors of static shape, such as tokens and tuples, give `((), "token", 0)`. The dtype is named as
+    in numpy. Elements that numpy lacks have MLIR's name and count as one byte.
     """
     from jaxlib.mlir import ir
 
@@ -90,7 +95,9 @@ def tensor_type(kind: Any) -> tuple[tuple[int, ...], str, int]:
 
 
 def _element(kind: Any) -> tuple[str, int]:
-    """Return the name of an element type and its bytes."""
+    """Return the numpy name of an element type and its bytes, rounded up; `i1` is `bool`, other types have MLIR's name
+    and 1.
+    """
     from jaxlib.mlir import ir
 
     text = str(kind)
@@ -107,7 +114,7 @@ def _element(kind: Any) -> tuple[str, int]:
 
 
 def location_name(location: Any) -> str:
-    """Return the outermost name of a location (JAX's name stack), or an empty string."""
+    """Return the outermost name of a location (JAX's name stack), or an empty string if the location has no name."""
     from jaxlib.mlir import ir
 
     return ir.NameLoc(location).name_str.rstrip(":") if isinstance(location, ir.NameLoc) else ""
@@ -126,7 +133,7 @@ def maker_of(value: Any) -> Any | None:
 
 
 def collect(root: Any, names: Iterable[str]) -> list[Any]:
-    """Return all ops with one of these names, in pre-order."""
+    """Return all ops below `root`, and `root`, with one of these names, in pre-order."""
     from jaxlib.mlir import ir
 
     ops: list[Any] = []
@@ -141,7 +148,10 @@ def collect(root: Any, names: Iterable[str]) -> list[Any]:
 
 
 def replace_by_block(op: Any, block: Any) -> None:
-    """Replace an op by the ops of a function's block with the same operands and results; the block becomes empty."""
+    """Replace an op by the ops of a function's block with the same operands and results (in place).
+
+    Only the block's terminator remains in it.
+    """
     for argument, operand in zip(list(block.arguments), list(op.operands), strict=True):
         argument.replace_all_uses_with(operand)
     inner = list(block.operations)
@@ -153,25 +163,30 @@ def replace_by_block(op: Any, block: Any) -> None:
 
 
 def symbol(function: Any) -> str:
+    """Return the symbol name of a function or mesh."""
     from jaxlib.mlir import ir
 
     return ir.StringAttr(function.operation.attributes["sym_name"]).value
 
 
 def target_name(call: Any) -> str:
-    """Return the name of a custom call's target."""
+    """Return the name of a custom call's target, as the module has it."""
     from jaxlib.mlir import ir
 
     return ir.StringAttr(call.attributes["call_target_name"]).value
 
 
 def mesh_ops(module: Any) -> dict[str, Any]:
-    """Return the ops that define meshes, by symbol."""
+    """Return the module's ops that define meshes, by symbol."""
     return {symbol(op): op.operation for op in module.body.operations if op.operation.name == "sdy.mesh"}
 
 
 def argument_entries(function: Any, key: str) -> list[dict[str, Any]]:
-    """Return the attribute dictionaries of a function's arguments or results; empty if it has none."""
+    """Return the attribute dictionaries of a function's arguments or results, as `key` says (`arg_attrs` or
+    `res_attrs`).
+
+    Empty if the function has none.
+    """
     from jaxlib.mlir import ir
 
     if key not in function.attributes:
@@ -188,7 +203,7 @@ def numbers_of(attribute: Any) -> list[int]:
 
 
 def scalar_of(attribute: Any) -> int:
-    """Return the only number of a dense tensor of integers, of any width."""
+    """Return the only number of a dense tensor of integers, of any width; the tensor must repeat one number."""
     from jaxlib.mlir import ir
 
     return ir.IntegerAttr(ir.DenseElementsAttr(attribute).get_splat_value()).value
@@ -208,6 +223,7 @@ def compared(op: Any) -> str:
 
 
 _COMBINED = frozenset(f"stablehlo.{name}" for name in ("add", "multiply", "maximum", "minimum"))
+"""Ops by which an all-reduce can combine partial results."""
 _COMBINED_FLAGS = frozenset({"stablehlo.and", "stablehlo.or"})
 
 
@@ -215,7 +231,7 @@ def is_combined_by_collectives(op: Any) -> bool:
     """Return True for a reduction whose partial results an all-reduce combines, or XLA gathers.
 
     XLA combines sums, products, maxima, minima, and the logical and, and or, of booleans. It gathers the partial
-    results of reductions of several values.
+    results of reductions of several values. Other reductions, and those of several ops, give False.
     """
     if len(op.results) > 1:
         return True
@@ -226,12 +242,12 @@ def is_combined_by_collectives(op: Any) -> bool:
 
 
 def source_line(op: Any) -> str:
-    """Return `file:line` of the innermost frame of an op's location, or an empty string."""
+    """Return `file:line` of the innermost frame of an op's location, path included, or an empty string."""
     return next((f"{file}:{line}" for file, line in _frames(op.location)), "")
 
 
 def code_line(op: Any) -> str:
-    """Return the innermost line of the user's code, or of a known model: `model.py:12`, or an empty string.
+    """Return the innermost line of the user's code, or of a known model, such as `model.py:12`; or an empty string.
 
     Frames of frameworks and of this package are skipped. A file of an installed package is shown with its path in the
     package. The lowering, which calls the program's functions, ends the search: the frames outside of it only asked for
@@ -246,7 +262,7 @@ def code_line(op: Any) -> str:
 
 
 def _frames(location: Any) -> Iterator[tuple[str, int]]:
-    """Yield files and lines of a location, innermost first."""
+    """Yield files and lines of a location, innermost first; only the first location of a fused one."""
     from jaxlib.mlir import ir
 
     todo = [location]
@@ -269,12 +285,18 @@ _INSTALLED = re.compile(r"/(?:site|dist)-packages/")
 _FRAMEWORK = re.compile(
     r"(jax|jaxlib|optax|flax|equinox|numpy|torch|torchax|torch_xla|autoshard)/|transformers/(?!models/)"
 )
+"""Pattern of paths of installed frameworks, whose lines no user wrote; transformers' models are excepted."""
 _STANDARD = re.compile(r"/lib/python3\.\d+/")
+"""Pattern of paths in Python's standard library."""
 
 
 @functools.lru_cache(maxsize=4096)
 def _shown(file: str) -> str:
-    """Return the displayed name of a file; empty for a file that no user wrote."""
+    """Return the displayed name of a file; empty for a file that no user wrote.
+
+    A file of an installed package has its path in the package, any other its last part; a module without locations
+    `line`.
+    """
     if file in ("-", ""):
         return "line"  # a module file without locations: lines of the text itself
     *_, inside = _INSTALLED.split(file)

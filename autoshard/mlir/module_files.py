@@ -19,9 +19,11 @@ from autoshard.mlir.module import (
 
 
 _TYPES = {"bool", "bfloat16", "float16", "float32", "float64"}
+"""Dtypes of arguments and results that programs in files may have."""
 _TYPES |= {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
 
 Aval = tuple[tuple[int, ...], str]
+"""Shape and numpy name of the dtype."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,7 +37,9 @@ class Entry:
     names: tuple[str, ...] | None
     """Names of the arguments from their locations (`params['w']`); None if a name is missing or not unique."""
     aliases: dict[int, int]
-    """Number of the result that reuses the buffer, by argument number."""
+    """Number of the result that reuses the buffer, by argument number; donations to no certain result are not
+    listed.
+    """
     dropped: int
     """Number of arguments whose sharding was removed."""
 
@@ -46,7 +50,10 @@ def _extension(name: str) -> Any:
 
 
 def hlo_text_to_proto(text: str, what: str) -> bytes:
-    """Parse the text of an HLO module from before optimisation. Raises `UserError` with the parser's complaint."""
+    """Parse the text of an HLO module from before optimisation into a serialised proto.
+
+    `what` names the file in messages. Raises `UserError` with the parser's complaint.
+    """
     try:
         return _extension("_hlo").hlo_module_from_text(text).as_serialized_hlo_module_proto()
     except Exception as error:  # XLA's parser raises many types
@@ -54,7 +61,10 @@ def hlo_text_to_proto(text: str, what: str) -> bytes:
 
 
 def hlo_to_stablehlo(proto: bytes, what: str) -> bytes:
-    """Convert a serialised HLO module to StableHLO bytecode. Raises `UserError` with the converter's complaint."""
+    """Convert a serialised HLO module to StableHLO bytecode.
+
+    `what` names the file in messages. Raises `UserError` with the converter's complaint.
+    """
     try:
         return _extension("_jax").mlir.hlo_to_stablehlo(proto)
     except Exception as error:  # XLA's converter raises many types
@@ -62,7 +72,10 @@ def hlo_to_stablehlo(proto: bytes, what: str) -> bytes:
 
 
 def read_file_module(source: bytes | str, what: str) -> Any:
-    """Parse the module in a file. Raises `UserError` if it is not StableHLO, or was dumped after optimisation."""
+    """Parse the module in a file: MLIR text, bytecode or a portable artifact. `what` names the file in messages.
+
+    Raises `UserError` if it is not StableHLO, has no `main`, is recursive, or was dumped after optimisation.
+    """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
@@ -88,7 +101,8 @@ def read_file_module(source: bytes | str, what: str) -> Any:
 def take_entry(module: Any, what: str) -> Entry:
     """Describe `main`, and remove aliases, donations and shardings from its arguments (in place).
 
-    Raises `UserError` for arguments or results that are not tensors of a fixed size and a known type.
+    `what` names the file in messages. Aliases that the module has as a whole are read, and stay. Raises `UserError` for
+    arguments or results that are not tensors of a fixed size and a known type.
     """
     from jaxlib.mlir import ir
 
@@ -114,7 +128,10 @@ def take_entry(module: Any, what: str) -> Entry:
 
 
 def argument_names(module: Any) -> tuple[str, ...] | None:
-    """Return the names of the arguments of `main` from their locations; None if a name is missing or not unique."""
+    """Return the names of the arguments of `main` from their locations, up to a colon.
+
+    None if a name is missing or not unique.
+    """
     names = []
     for argument in main_function(module).operation.regions[0].blocks[0].arguments:
         names.append(location_name(argument.location).partition(":")[0])
@@ -122,7 +139,7 @@ def argument_names(module: Any) -> tuple[str, ...] | None:
 
 
 def donated(module: Any) -> frozenset[int]:
-    """Return the arguments of `main` whose buffer is donated, to a certain result or to any."""
+    """Return the numbers of the arguments of `main` whose buffer is donated, to a certain result or to any."""
     entries = argument_entries(main_function(module).operation, "arg_attrs")
     marks = ("tf.aliasing_output", "jax.buffer_donor")
     return frozenset(i for i, entry in enumerate(entries) if any(mark in entry for mark in marks))
@@ -136,7 +153,10 @@ def to_portable(module: Any) -> bytes:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first informative line of a parser's error, without its full stop."""
+    """Return the first informative line of a parser's error, at most 200 characters, without its full stop.
+
+    A first line that ends with a colon is joined with the next. An empty message gives the error's type.
+    """
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
@@ -145,7 +165,10 @@ def first_line(error: Exception) -> str:
 
 
 def _aval(kind: Any, role: str, what: str) -> Aval:
-    """Return the shape and numpy dtype name of a tensor type. Raises `UserError` for any other type."""
+    """Return the shape and numpy dtype name of a tensor type. Raises `UserError` for any other type.
+
+    `role` (`argument 3`) and `what` (the file) are for messages.
+    """
     from jaxlib.mlir import ir
 
     if not isinstance(kind, ir.RankedTensorType):
@@ -159,7 +182,10 @@ def _aval(kind: Any, role: str, what: str) -> Aval:
 
 
 def _module_aliases(module: Any) -> dict[int, int]:
-    """Read the aliases that a module converted from HLO has as an attribute; only whole arguments."""
+    """Return the result number by argument number that a module converted from HLO has as an attribute.
+
+    Aliases of parts of an argument are left out; a result without number is 0.
+    """
     from jaxlib.mlir import ir
 
     attributes = module.operation.attributes

@@ -10,8 +10,8 @@ from autoshard.mlir.numbering import number_ops
 def cut_results(module: Any, keep: int) -> list[tuple[int, int] | None]:
     """Drop all but the first `keep` results of `@main` (in place), and ops that only they need.
 
-    Return the place that computes each dropped value: `(op, result)` in the numbers of `number_ops`, `(-1, i)` for
-    argument `i`. The place is None for a value that is no longer computed. Call `inline_calls` first.
+    Return the place that computes each dropped value: `(op, result)` in the numbers of `number_ops` after the cut,
+    `(-1, i)` for argument `i`. The place is None for a value that is no longer computed. Call `inline_calls` first.
     """
     from jaxlib.mlir import ir
 
@@ -39,7 +39,10 @@ def cut_results(module: Any, keep: int) -> list[tuple[int, int] | None]:
 
 
 def _unused(block: Any) -> dict[Any, None]:
-    """Return the ops whose results are unused or only used by such ops, in the block's order."""
+    """Return the ops of a block whose results are unused or only used by such ops, in the block's order.
+
+    Custom calls and ops without results are never among them.
+    """
     unused: set[Any] = set()
     ops = [view.operation for view in block.operations]
     for op in reversed(ops):
@@ -50,14 +53,18 @@ def _unused(block: Any) -> dict[Any, None]:
 
 
 def is_idle_call(op: Any) -> bool:
-    """Return True for a custom call without side effects whose results are unused: compilers remove it."""
+    """Return True for a custom call without side effects that has results, all unused: compilers remove it."""
     if op.name != "stablehlo.custom_call" or any(True for result in op.results for _ in result.uses):
         return False
     return len(op.results) > 0 and not ("has_side_effect" in op.attributes and op.attributes["has_side_effect"].value)
 
 
 def place_of(value: Any, numbers: dict[Any, int]) -> tuple[int, int] | None:
-    """Return the op number and result number of a value; None for a region's argument, and for ops without a number."""
+    """Return the op number and result number of a value, by the ops' `numbers`; `(-1, i)` for a function's argument
+    `i`.
+
+    None for a region's argument, and for ops without a number.
+    """
     from jaxlib.mlir import ir
 
     if isinstance(value.owner, ir.Block):
@@ -82,7 +89,7 @@ _MODULE_NUMBER = 5
 
 
 def _without_field(message: bytes, number: int) -> bytes:
-    """Remove one field from a message in protobuf's wire format."""
+    """Return a message in protobuf's wire format without one of its top-level fields."""
     fields, place = [], 0
     while place < len(message):
         began = place
@@ -101,7 +108,7 @@ def _without_field(message: bytes, number: int) -> bytes:
 
 
 def _varint(message: bytes, place: int) -> tuple[int, int]:
-    """Read the varint at a place; return its value and the place after it."""
+    """Read the varint at a place of the message; return its value and the place after it."""
     value = shift = 0
     while True:
         byte = message[place]

@@ -15,8 +15,8 @@ COLLECTIVES_MESH = "stablehlo.mesh"
 def device_groups(op: Any) -> tuple[tuple[int, ...], ...]:
     """Return the groups of devices of a collective, or (source, target) pairs of a permute; without fillers of -1.
 
-    jax 0.11 names the axes of a mesh that a collective spans, jax 0.10 the devices themselves. Raises `UserError` for
-    groups over a part of an axis.
+    Empty for an op without groups. jax 0.11 names the axes of a mesh that a collective spans, jax 0.10 the devices.
+    Raises `UserError` for groups over a part of an axis, or over axes that the module's mesh lacks.
     """
     import numpy as np
     from jaxlib.mlir.dialects import stablehlo
@@ -31,7 +31,9 @@ def device_groups(op: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _along_axes(op: Any, groups: Any) -> Any:
-    """Return the devices of each group, `[groups, devices]`: devices of a group differ along the named axes only."""
+    """Return the devices of each group, `[groups, devices]`, in mesh order: devices of a group differ along named axes
+    only.
+    """
     import numpy as np
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
@@ -54,11 +56,15 @@ def _along_axes(op: Any, groups: Any) -> Any:
 PLACEMENT = "annotate_device_placement"
 """Target of the call in a module that sends a value to the host or fetches it."""
 
+# Dictionary of a call's attributes, and its entry that names the memory.
 _PLACES, _PLACE = "mhlo.frontend_attributes", "_xla_buffer_placement"
 
 
 def is_sent_to_host(call: Any) -> bool:
-    """Return True for a call to `PLACEMENT` that sends its operand to the host, False for one that fetches it."""
+    """Return True for a call to `PLACEMENT` that sends its operand to the host, False for one that fetches it.
+
+    A call without a place gives False.
+    """
     from jaxlib.mlir import ir
 
     places = ir.DictAttr(call.attributes[_PLACES]) if _PLACES in call.attributes else {}
@@ -66,20 +72,24 @@ def is_sent_to_host(call: Any) -> bool:
 
 
 def drop_gspmd(module: Any) -> Any:
-    """Remove GSPMD's `@Sharding` custom calls from `@main` (in place), since XLA turns Shardy off if it sees one."""
+    """Remove GSPMD's `@Sharding` custom calls from `@main` (in place), since XLA turns Shardy off if it sees one.
+
+    Return `module`.
+    """
     return _drop_calls(module, "Sharding")
 
 
 def drop_layouts(module: Any) -> Any:
-    """Remove layout constraints from `@main` (in place): off TPUs XLA's partitioner gathers their operands.
+    """Remove layout constraints from `@main` (in place), and return `module`.
 
-    Evidence: docs/compiler_behaviour.md, "Layout constraints and the partitioner".
+    Off TPUs XLA's partitioner gathers their operands. Evidence: docs/compiler_behaviour.md, "Layout constraints and the
+    partitioner".
     """
     return _drop_calls(module, "LayoutConstraint")
 
 
 def order_hosted(module: Any) -> Any:
-    """Force row-major layout on the values that `@main` sends to the host or fetches (in place).
+    """Force row-major layout on the values that `@main` sends to the host or fetches (in place), and return `module`.
 
     A backward loop fetches the stack that a forward loop sends. If their layouts are free the TPU compiler copies the
     stack between them on the device. Evidence: docs/compiler_behaviour.md, "Layout of stacks in host memory".
@@ -102,7 +112,10 @@ def order_hosted(module: Any) -> Any:
 
 
 def _in_order(value: Any) -> Any:
-    """Force row-major layout on the value; needs a current context, location and insertion point."""
+    """Emit a call that forces row-major layout on the value, and return its result.
+
+    Needs a current context, location and insertion point.
+    """
     from jaxlib.mlir import ir
 
     rank = ir.RankedTensorType(value.type).rank
@@ -116,7 +129,7 @@ def _in_order(value: Any) -> Any:
 
 
 def _drop_calls(module: Any, target: str) -> Any:
-    """Replace the results of custom calls to `target` by their operands."""
+    """Replace the result of each custom call to `target` in `@main` by its operand (in place), and return `module`."""
     for op in collect(main_function(module).operation, {"stablehlo.custom_call"}):
         if target_name(op) == target:
             op.results[0].replace_all_uses_with(op.operands[0])
@@ -125,7 +138,9 @@ def _drop_calls(module: Any, target: str) -> Any:
 
 
 def drop_sent_arguments(module: Any) -> Any:
-    """Remove the transfers of `@main`'s arguments to the host (in place): they are there already."""
+    """Remove the transfers of `@main`'s arguments to the host (in place), and return `module`: they are there
+    already.
+    """
     arguments = list(main_block(module).arguments)
     for op in collect(main_function(module).operation, {"stablehlo.custom_call"}):
         if target_name(op) == PLACEMENT and is_sent_to_host(op) and op.operands[0] in arguments:
@@ -135,14 +150,18 @@ def drop_sent_arguments(module: Any) -> Any:
 
 
 def use_mesh(module: Any, mesh_name: str) -> Any:
-    """Rename the mesh of every sharding and collective inside `@main` (in place); axes keep their names."""
+    """Rename the mesh of every sharding and collective inside `@main` (in place), and return `module`; axes keep their
+    names.
+
+    The module must define the mesh `mesh_name` if it has collectives over axes.
+    """
     if "replica_groups" in rename_meshes(main_function(module).operation, mesh_name):
         _tell_collectives(module, mesh_name)
     return module
 
 
 def _tell_collectives(module: Any, mesh_name: str) -> None:
-    """Set the attribute of a mesh that collectives over its axes require."""
+    """Set on the mesh `mesh_name` the attribute that collectives over its axes require (in place)."""
     from jaxlib.mlir import ir
 
     with module.context:

@@ -8,7 +8,9 @@ from autoshard.mlir.stated_shardings import rename_meshes
 
 
 BRANCHING = frozenset({"stablehlo.case", "stablehlo.if"})
+"""Conditionals."""
 DESCEND = BRANCHING | {"stablehlo.while", "sdy.manual_computation"}
+"""Ops whose regions `number_ops` enters."""
 
 
 def number_ops(module: Any) -> list[Any]:
@@ -42,7 +44,9 @@ def structure_hash(module: Any) -> str:
 
 
 def canonical_text(module: Any) -> str:
-    """Return the text of the stripped module, without locations; see `structure_hash`."""
+    """Return the text of a stripped copy of the module, without locations and with one name for meshes; see
+    `structure_hash`.
+    """
     from jaxlib.mlir import ir
 
     with module.context:
@@ -53,7 +57,10 @@ def canonical_text(module: Any) -> str:
 
 
 def strip(module: Any) -> Any:
-    """Remove meshes, shardings on arguments, results and ops, aliasing, and the module's name (in place)."""
+    """Remove meshes, shardings on arguments, results and ops, aliasing, and the module's own attributes (in place).
+
+    Return `module`. Constraints are ops, and stay.
+    """
     from jaxlib.mlir import ir
 
     with module.context:

@@ -4,13 +4,14 @@ from typing import Any
 
 
 _CHLO_WHOLE_DIM = frozenset({"chlo.top_k"})
+"""CHLO ops whose last dim no axis may split."""
 
 
 def populate_rules(module: Any) -> Any:
-    """Write `sdy.sharding_rule` on every op that has one (in place).
+    """Write `sdy.sharding_rule` on every op that has one (in place), and return `module`.
 
     Shardy does not know CHLO ops, so they get a rule here. Ops whose operands and results have one shape get an
-    elementwise rule. The last dim of `chlo.top_k` needs replication.
+    elementwise rule; others get none. The last dim of `chlo.top_k` may differ in size, and needs replication.
     """
     from jaxlib.mlir import ir, passmanager
 
@@ -38,7 +39,8 @@ Mappings = tuple[tuple[tuple[int, ...], ...], ...]
 def read_rule(op: Any) -> tuple[tuple[int, ...], tuple[str, ...], Mappings, Mappings] | None:
     """Return sizes and kinds of the factors of an op's sharding rule, and the factors of its operands and results.
 
-    They are those of `rule_attribute`. The result is None for an op without a rule.
+    They are those of `rule_attribute`: kinds are `parallel`, `reduction`, `need_replication` or `permutation`. The
+    result is None for an op without a rule.
     """
     from jaxlib.mlir.dialects import sdy
 
@@ -53,6 +55,7 @@ def read_rule(op: Any) -> tuple[tuple[int, ...], tuple[str, ...], Mappings, Mapp
 
 
 def _mappings(tensors: Any) -> Mappings:
+    """Return the factors of each dim of each tensor."""
     from jaxlib.mlir.dialects import sdy
 
     return tuple(
@@ -62,7 +65,10 @@ def _mappings(tensors: Any) -> Mappings:
 
 
 def _chlo_rule(op: Any) -> Any | None:
-    """Return the rule of a CHLO op; None if its operands and results differ in shape."""
+    """Return the elementwise rule of a CHLO op; None if its operands and results differ in shape.
+
+    The last dim of `_CHLO_WHOLE_DIM` ops may differ in size.
+    """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import sdy
 

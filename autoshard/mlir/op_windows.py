@@ -20,15 +20,21 @@ class Window:
     """One dim of a window, as in StableHLO: `size` elements, `spread` (window dilation) apart.
 
     It moves by `stride` over an input with `base - 1` gaps between its elements (base dilation). The input has `low`
-    and `high` elements of padding (negative: cropped).
+    and `high` elements of padding (negative: cropped). The default window changes nothing.
     """
 
     size: int = 1
+    """Number of elements."""
     stride: int = 1
+    """Places by which the window moves."""
     low: int = 0
+    """Padding before the input, in places; negative: cropped."""
     high: int = 0
+    """Padding after the input, in places; negative: cropped."""
     base: int = 1
+    """Distance of the input's elements, in places: base dilation."""
     spread: int = 1
+    """Distance of the window's elements, in places: window dilation."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,6 +42,7 @@ class WindowedDim:
     """A dim that can be split in space: shards own their elements and receive a halo from their neighbours."""
 
     window: Window
+    """Window along the dim, over the whole tensor."""
     source: int
     """Dim of the first operand (of every windowed operand), which the halo extends."""
     partner: int | None
@@ -59,11 +66,13 @@ class WindowedDim:
         return self.result is None
 
     def fits(self, shards: int) -> bool:
-        """Return True if so many shards are even, and a halo comes from the next neighbour only."""
+        """Return True if `shards` divides the dims evenly, and a halo comes from the next neighbour only."""
         return self.parts % shards == 0 and max(self.before, self.after) * shards <= self.length
 
     def local(self, shards: int) -> Window:
-        """Return the window over one shard and its halo."""
+        """Return the window over one of `shards` shards and its halo, with padding such that the shard's results are
+        its own.
+        """
         own, w = self.length // shards, self.window
         # The halo replaces padding, so padding shrinks by the dilated halo; the high side ends where the shard's last
         # window does.
@@ -77,7 +86,7 @@ class WindowedDim:
         return dataclasses.replace(w, low=low, high=last * w.stride + (w.size - 1) * w.spread + 1 - low - extended)
 
     def positions(self) -> int:
-        """Count the positions of the window over the whole dim."""
+        """Return the number of positions of the window over the whole dim."""
         w = self.window
         padded = w.low + (self.length - 1) * w.base + 1 + w.high
         return (padded - (w.size - 1) * w.spread - 1) // w.stride + 1
@@ -86,11 +95,14 @@ class WindowedDim:
 def windowed_dims(
     kind: str, attributes: Mapping[str, Any], operands: Sequence[Sequence[int]], result: Sequence[int]
 ) -> list[WindowedDim]:
-    """Return the dims of an op that can be split in space.
+    """Return the dims of an op that can be split in space, ascending; for a convolution in the order of its spatial
+    dims.
 
     - `kind`: kind of the op, without its dialect.
     - `attributes`: attributes of the op, by name.
     - `operands`, `result`: shapes of the operands and of the result.
+
+    Dims with the default window are left out, and so are those whose halo no neighbour could send. An `fft` has none.
     """
     if kind == "convolution":
         return _of_convolution(attributes, operands, result)
@@ -120,12 +132,12 @@ def windowed_dims(
 
 
 def shifted_dims(attributes: Mapping[str, Any], rank: int) -> list[int]:
-    """Return the dims that a pad cuts, lengthens or spreads."""
+    """Return the dims that a pad cuts, lengthens or spreads; `rank` is the number of its dims."""
     return [dim for dim, window in enumerate(_pads(attributes, rank)) if window != Window()]
 
 
 def _pads(attributes: Mapping[str, Any], rank: int) -> list[Window]:
-    """Return the window of each dim of a pad."""
+    """Return the window of each of a pad's `rank` dims."""
     low, high = (_numbers(attributes, f"edge_padding_{side}", rank, 0) for side in ("low", "high"))
     gaps = _numbers(attributes, "interior_padding", rank, 0)
     return [Window(low=a, high=b, base=g + 1) for a, b, g in zip(low, high, gaps, strict=True)]
@@ -134,7 +146,11 @@ def _pads(attributes: Mapping[str, Any], rank: int) -> list[Window]:
 def _of_convolution(
     attributes: Mapping[str, Any], operands: Sequence[Sequence[int]], result: Sequence[int]
 ) -> list[WindowedDim]:
-    """Return the dims of a convolution that can be split in space, or that it sums over."""
+    """Return the dims of a convolution that can be split in space, or that it sums over, in the order of its spatial
+    dims.
+
+    The arguments are those of `windowed_dims`.
+    """
     left, right, out = convolution_dims(attributes)
     count = len(left)
     kernel = [operands[1][d] for d in right]
@@ -152,7 +168,7 @@ def _of_convolution(
 
 
 def convolution_dims(attributes: Mapping[str, Any]) -> tuple[list[int], list[int], list[int]]:
-    """Return the spatial dims of both operands and the result of a convolution, in one order."""
+    """Return the spatial dims of the input, the kernel and the result of a convolution, in one order."""
     from jaxlib.mlir.dialects import stablehlo
 
     numbers = stablehlo.ConvDimensionNumbers(attributes["dimension_numbers"])
@@ -160,14 +176,15 @@ def convolution_dims(attributes: Mapping[str, Any]) -> tuple[list[int], list[int
 
 
 def has_groups(attributes: Mapping[str, Any]) -> bool:
-    """Return True if a convolution has several groups, of features or of the batch."""
+    """Return True if a convolution has more than one group, of features or of the batch."""
     return any(_numbers(attributes, f"{kind}_group_count", 1, 1) > [1] for kind in ("feature", "batch"))
 
 
 def precision_passes(attributes: Mapping[str, Any]) -> int:
     """Return the number of bfloat16 passes of a matmul or convolution: 1 at the compiler's default precision.
 
-    TPUs use 6 passes at the highest precision and 3 at the high one. An op with an algorithm states its own number.
+    TPUs use 6 passes at the highest precision and 3 at the high one. An op with an algorithm in bfloat16 states its own
+    number; any other algorithm counts as 6.
     """
     from jaxlib.mlir.dialects import stablehlo
 
@@ -183,7 +200,9 @@ def precision_passes(attributes: Mapping[str, Any]) -> int:
 
 
 def _after(w: Window) -> int:
-    """Return the elements that the last window of a shard reads beyond the shard, in the undilated dim."""
+    """Return the elements that the last window of a shard reads beyond the shard, in the undilated dim; negative if
+    fewer.
+    """
     return ((w.size - 1) * w.spread - w.low - w.stride) // w.base + 1
 
 
@@ -191,10 +210,11 @@ def _spatial(w: Window, source: int, partner: int | None, result: int, length: i
     """Return a dim whose windows are aligned with their shard: the window moves as fast over the dim as over the
     result.
 
-    - `source`, `partner`, `result`: dims of the first operand, the second operand and the result.
+    - `w`: the window.
+    - `source`, `partner`, `result`: dims of the first operand, the second operand (None for none) and the result.
     - `length`, `out`: elements of the dim in the first operand and in the result.
 
-    Return None for other windows.
+    Return None for other windows, and for halos that reach too far (`_near`).
     """
     if length * w.base != out * w.stride or (w.base > 1 and w.stride > 1):
         return None
@@ -205,10 +225,11 @@ def _spatial(w: Window, source: int, partner: int | None, result: int, length: i
 def _summed(w: Window, source: int, partner: int, length: int, size: int, out: int) -> WindowedDim | None:
     """Return a dim that the op sums over, as in a kernel's gradient, where both operands are split alike.
 
+    - `w`: the window.
     - `source`, `partner`: dims of the two operands.
     - `length`, `size`, `out`: elements of the dim in the two operands and in the result.
 
-    Return None for other windows.
+    Return None for other windows, and for halos that reach too far (`_near`).
     """
     if size * w.spread != length or w.base > 1:
         return None
@@ -217,14 +238,16 @@ def _summed(w: Window, source: int, partner: int, length: int, size: int, out: i
 
 
 def _near(spot: WindowedDim) -> WindowedDim | None:
-    """Return the dim, but None if a halo reaches past the neighbour of even two shards, as in cumulative sums."""
+    """Return the dim, but None if a halo is longer than half of it, as in cumulative sums: two shards could not send
+    it.
+    """
     return spot if 2 * max(spot.before, spot.after) <= spot.length else None
 
 
 def _windows(
     attributes: Mapping[str, Any], count: int, sizes: str, base: str, spread: str, given: Sequence[int] = ()
 ) -> list[Window]:
-    """Return a window for each dim from the attributes.
+    """Return a window for each dim from the attributes; missing attributes mean the default window's numbers.
 
     - `count`: number of dims.
     - `sizes`, `base`, `spread`: names of the attributes for sizes, base dilation and window dilation.

@@ -25,7 +25,7 @@ TARGET = "autoshard.call"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallWork:
-    """Work of one execution of a call, as the call declares it; 0 or empty if it is not known."""
+    """Work of one execution of a call on whole tensors, as the call declares it; 0 or empty if it is not known."""
 
     flops: int = 0
     """FLOPs of the matmuls in the call."""
@@ -59,9 +59,9 @@ def emit_call(
 
     - `values`: operands of the call.
     - `results`: shape and numpy dtype of each result.
-    - `digest`: digest of the function, which with `name` forms the call's key.
+    - `digest`: digest of the function; the call's key is `name#digest`.
     - `rule`: an `sdy.op_sharding_rule`, or None.
-    - `work`: work of one execution.
+    - `work`: work of one execution, None if unknown; it becomes attributes that `call_work` reads.
     """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
@@ -92,7 +92,7 @@ def emit_call(
 
 
 def tensor_types(tensors: Sequence[tuple[Sequence[int], Any]]) -> list[Any]:
-    """Return the MLIR types of (shape, numpy dtype); needs a current context."""
+    """Return the MLIR type of each (shape, numpy dtype); needs a current context."""
     from jax.interpreters import mlir
     from jaxlib.mlir import ir
 
@@ -114,9 +114,11 @@ def rule_attribute(
     from jaxlib.mlir.dialects import sdy
 
     def tensors(side: Sequence[Sequence[Sequence[int]]]) -> list[Any]:
+        """Return the mapping attributes of tensors with these factors."""
         return [sdy.TensorMappingAttr.get([sdy.DimMappingAttr.get(list(dim)) for dim in dims]) for dims in side]
 
     def of(kind: str) -> list[int]:
+        """Return the factors of a kind."""
         return [factor for factor, each in enumerate(kinds) if each == kind]
 
     return sdy.OpShardingRuleAttr.get(
@@ -131,7 +133,10 @@ def rule_attribute(
 
 
 def call_target(op: Any) -> str:
-    """Return a custom call's target; for a Python function or a TPU kernel the name of the function or kernel."""
+    """Return a custom call's target; for a Python function or a TPU kernel the name of the function or kernel.
+
+    A TPU kernel without a name gives `tpu_custom_call`.
+    """
     from jaxlib.mlir import ir
 
     target = target_name(op)
@@ -152,7 +157,7 @@ def call_key(op: Any) -> str:
 
 
 def backend_config(op: Any) -> str:
-    """Return the configuration of a custom call as text; MLIR's text if it is a dictionary."""
+    """Return the configuration of a custom call as text; MLIR's text if it is a dictionary, empty if there is none."""
     for name in ("backend_config", "mhlo.backend_config"):
         if name in op.attributes:
             attribute = op.attributes[name]
@@ -161,7 +166,9 @@ def backend_config(op: Any) -> str:
 
 
 def call_figures(op: Any) -> dict[str, float] | None:
-    """Return the numbers in the configuration of a call of `jax.ffi`, by name; None for any other call."""
+    """Return the numbers in the configuration of a call of `jax.ffi`, by name; None for a call without such a
+    dictionary.
+    """
     from jaxlib.mlir import ir
 
     config = op.attributes["mhlo.backend_config"] if "mhlo.backend_config" in op.attributes else None
@@ -172,10 +179,11 @@ def call_figures(op: Any) -> dict[str, float] | None:
 
 
 def call_work(op: Any) -> CallWork:
-    """Read the work that the call itself declares."""
+    """Return the work that the call itself declares in its attributes; defaults for missing ones."""
     from jaxlib.mlir import ir
 
     def told(key: str) -> str:
+        """Return the text of an attribute of the call; empty if it is missing."""
         name = f"autoshard.{key}"
         return ir.StringAttr(op.attributes[name]).value if name in op.attributes else ""
 
@@ -188,7 +196,7 @@ def call_work(op: Any) -> CallWork:
 
 
 def call_shapes(op: Any) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Return the shapes of an op's operands and results."""
+    """Return the shapes of an op's operands, and those of its results."""
     from jaxlib.mlir import ir
 
     sides = (op.operands, op.results)
@@ -197,7 +205,7 @@ def call_shapes(op: Any) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
 
 
 def is_by_hand(op: Any) -> bool:
-    """Return True inside a region that the program itself has split: values there are shards already."""
+    """Return True for an op inside a region that the program itself has split: values there are shards already."""
     parent = op.parent
     while parent is not None:
         if parent.operation.name == "sdy.manual_computation":
@@ -207,14 +215,16 @@ def is_by_hand(op: Any) -> bool:
 
 
 def has_fixed_shapes(op: Any) -> bool:
-    """Return True for a custom call that cannot run on shards in place of whole tensors."""
+    """Return True for a custom call that cannot run on shards in place of whole tensors, by its target
+    (`FIXED_SHAPES`).
+    """
     return target_name(op).startswith(FIXED_SHAPES)
 
 
 def splice(module: Any, ops: Mapping[int, Any], bodies: Mapping[int, bytes], sizes: Mapping[str, int]) -> None:
-    """Replace op `ops[n]` by the body of `bodies[n]`'s `@main` (in place).
+    """Replace op `ops[n]` by the body of `@main` of the module `bodies[n]`, for each `n` of `bodies` (in place).
 
-    Each body is a module over whole tensors whose only mesh has the axes `sizes`.
+    Each body is a module over whole tensors whose only mesh has the axes `sizes`; it is inlined first.
     """
     for number, body in bodies.items():
         donor = _on_mesh_of(module, inline_calls(parse_module(body, module.context)), sizes)
@@ -222,7 +232,10 @@ def splice(module: Any, ops: Mapping[int, Any], bodies: Mapping[int, bytes], siz
 
 
 def _on_mesh_of(module: Any, donor: Any, sizes: Mapping[str, int]) -> Any:
-    """Rename the only mesh of the donor (jax 0.11 names it twice) to that of the module."""
+    """Rename the only mesh of the donor (jax 0.11 names it twice) to that of the module with the axes `sizes`.
+
+    The mesh is added to the module if it lacks one. Return `donor`; without a mesh nothing changes.
+    """
     for name, mesh in list(mesh_ops(donor).items())[:1]:
         wanted = ensure_mesh(module, name, sizes)
         if COLLECTIVES_MESH in mesh.attributes:
@@ -234,10 +247,13 @@ def _on_mesh_of(module: Any, donor: Any, sizes: Mapping[str, int]) -> Any:
 def run_on_shards(
     module: Any, op: Any, sizes: Mapping[str, int], operands: Sequence[SpecLike], results: Sequence[SpecLike]
 ) -> None:
-    """Wrap a custom call that accepts any shape in a manual region: every device calls it on its shard (in place).
+    """Replace a custom call that accepts any shape by a manual region in which every device calls it on its shard (in
+    place).
 
     - `sizes`: mesh axes with their sizes, all of them manual.
-    - `operands`, `results`: specs of the call's operands and results.
+    - `operands`, `results`: specs of the call's operands and results, which must divide their dims.
+
+    The call inside has the same attributes, without its sharding rule.
     """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import sdy
@@ -245,7 +261,7 @@ def run_on_shards(
     name = ensure_mesh(module, "mesh", sizes)
 
     def shard(value: Any, spec: SpecLike) -> Any:
-        """Return the type of a value's shard."""
+        """Return the type of a value's shard under a spec."""
         kind = ir.RankedTensorType(value.type)
         shape = list(kind.shape)
         for dim, axes in enumerate(spec.dims):
@@ -254,6 +270,7 @@ def run_on_shards(
         return ir.RankedTensorType.get(shape, kind.element_type)
 
     def shardings(specs: Sequence[SpecLike]) -> Any:
+        """Return the attribute of some specs on the mesh."""
         return sdy.TensorShardingPerValueAttr.get([sharding_attribute(name, spec.dims) for spec in specs])
 
     with module.context, op.location, ir.InsertionPoint(op):
@@ -282,7 +299,7 @@ def run_on_shards(
 
 
 def remaining_calls(module: Any) -> list[str]:
-    """Return the names of calls in `@main` that still represent functions."""
+    """Return the names of calls in the module that still represent functions, one entry a call."""
     calls = collect(module.operation, {"stablehlo.custom_call"})
     return [call_target(op) for op in calls if call_key(op)]
 
@@ -294,6 +311,6 @@ NO_DEVICE_TARGETS = frozenset(
 
 
 def call_targets(module: Any) -> set[str]:
-    """Return the targets of all custom calls."""
+    """Return the targets of all custom calls of the module, as the module names them."""
     calls = collect(module.operation, {"stablehlo.custom_call"})
     return {target_name(op) for op in calls}

@@ -13,12 +13,13 @@ _NUMBER = "autoshard.number"
 """Attribute with an op's number, which passes that add and remove ops do not change."""
 
 Dims = tuple[tuple[str, ...], ...]
+"""Mesh axes that split each dim."""
 
 
 def run_propagation(module: Any) -> Any:
     """Run Shardy's whole propagation pipeline on the module (in place), and return the module.
 
-    Ops have `sdy.sharding` afterwards, except those for which Shardy finds no split.
+    Ops have `sdy.sharding` afterwards, except those for which Shardy finds no split. Shardy may add and remove ops.
     """
     from jaxlib.mlir import passmanager
 
@@ -32,8 +33,9 @@ def propagated_specs(
 ) -> dict[tuple[int, int], Dims | None]:
     """Propagate specs of arguments and results through a module with Shardy; None leaves a spec open.
 
-    The module is parsed, and its calls are inlined. Its own shardings of arguments and results are replaced; its
-    constraints are not removed.
+    - `module`: lowered module. It is parsed, and its calls are inlined.
+    - `sizes`: mesh axes with their sizes.
+    - `arguments`, `results`: specs that replace the module's own shardings; its constraints are not removed.
 
     Return the axes of every dim by (number of the op, number of the result), and by `(-1, i)` for argument `i`. The
     axes are None if Shardy gives the value no sharding, thus no split. The `k`-th value that a loop carries is also
@@ -64,7 +66,8 @@ def explicit_reshards(module: Any) -> list[dict[str, Any]]:
     """List the reshards that Shardy inserts into an inlined module with shardings and pins: one record for each.
 
     Runs propagation and inserts reshards (in place). A record has the `shape` of the value and the specs `before` and
-    `after`. Its `names` are JAX name stacks of the producer and the users; `line` is file:line of one of them.
+    `after`; constraints and reshards that change no spec are left out. Its `names` are JAX name stacks of the reshard,
+    the producer and the users, sorted; `line` is file:line of one of them, or empty.
     """
     from jaxlib.mlir import ir, passmanager
 
@@ -106,6 +109,7 @@ def explicit_sums(module: Any) -> list[dict[str, Any]]:
     """List the all-reduces in a module that `explicit_reshards` has changed: the same records, with `summed` axes.
 
     `before` and `after` are both the spec of the value. Before the sum each device along `summed` has a partial value.
+    The module does not change.
     """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import sdy
@@ -133,7 +137,10 @@ def explicit_sums(module: Any) -> list[dict[str, Any]]:
 
 
 def _axis_names(axes: Any) -> tuple[str, ...]:
-    """Return the axes of an `sdy.axis_ref_list`, which has no binding: it is parsed again as the sharding of a dim."""
+    """Return the names of the axes of an `sdy.axis_ref_list`.
+
+    It has no binding, and is parsed again as the sharding of a dim.
+    """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import sdy
 
@@ -144,13 +151,16 @@ def _axis_names(axes: Any) -> tuple[str, ...]:
 
 
 def _reshard_spec(op: Any) -> tuple[tuple[str, ...], ...]:
+    """Return the mesh axes per dim that a reshard or constraint gives its operand."""
     from jaxlib.mlir.dialects import sdy
 
     return axes_of(sdy.TensorShardingAttr(op.attributes["sharding"]))
 
 
 def _argument_specs(module: Any) -> list[tuple[tuple[str, ...], ...] | None]:
-    """Return the spec of every argument of `@main`; None if it has none."""
+    """Return the spec of every argument of `@main`, None if it has none; an empty list if no argument has
+    attributes.
+    """
     from jaxlib.mlir.dialects import sdy
 
     entries = argument_entries(main_function(module).operation, "arg_attrs")
@@ -160,7 +170,10 @@ def _argument_specs(module: Any) -> list[tuple[tuple[str, ...], ...] | None]:
 
 
 def _spec_of(value: Any, arguments: list[Any]) -> tuple[tuple[str, ...], ...] | None:
-    """Return the spec of any value after propagation; None if it is whole."""
+    """Return the mesh axes per dim of any value after propagation; None if it has no sharding, thus no split.
+
+    `arguments` are the specs of `@main`'s arguments.
+    """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import sdy
 

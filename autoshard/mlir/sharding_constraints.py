@@ -16,10 +16,11 @@ _REGION = "sdy.manual_computation"
 
 
 def drop_idle_constraints(module: Any) -> Any:
-    """Remove constraints on a mesh of one device (in place), which split nothing.
+    """Remove constraints on a mesh of one device (in place), which split nothing; return the module.
 
     A program that is traced for one device names all its axes and splits nothing. JAX also adds such a constraint, on a
-    mesh without axes, where it converts arrays of PRNG keys to words and back.
+    mesh without axes, where it converts arrays of PRNG keys to words and back. Custom calls to `Sharding` name no mesh
+    and stay, as does everything in a module that defines no mesh.
     """
     meshes = meshes_of(module)
     if not meshes:
@@ -28,7 +29,11 @@ def drop_idle_constraints(module: Any) -> Any:
 
 
 def drop_constraints(module: Any) -> Any:
-    """Remove all constraints, and the shardings of arguments and results (in place); manual regions stay."""
+    """Remove all constraints, and the shardings of arguments and results of `@main` (in place); return the module.
+
+    Constraints are `sdy.sharding_constraint`, `sdy.reshard` and custom calls to `Sharding`. Manual regions and meshes
+    stay.
+    """
     from jaxlib.mlir import ir
 
     function = main_function(module).operation
@@ -48,17 +53,19 @@ class ConstraintCounts:
     """Counts of the shardings that a module states itself."""
 
     constraints: int
-    """Constraints of the program on a mesh of several devices."""
+    """Constraints of the program, except those on a mesh of one device; custom calls to `Sharding` count."""
     arguments: int
-    """Arguments of the program that have a sharding."""
+    """Arguments of the program with an `sdy.sharding`, except those on a mesh of one device."""
     regions: int
-    """Manual regions of the program (`shard_map`)."""
+    """Manual regions of the program (`shard_map`), nested ones included."""
     idle: int
-    """Constraints and arguments on a mesh of one device, which the other counts exclude; without JAX's own."""
+    """Constraints and arguments on a mesh of one device, which the other counts exclude. JAX's own constraints on a
+    mesh without axes, for PRNG keys, are not counted.
+    """
 
 
 def count_constraints(module: Any) -> ConstraintCounts:
-    """Count the shardings that a module states."""
+    """Count the shardings that a module states; custom calls to `Sharding` count as constraints."""
     meshes = meshes_of(module)
     ops = collect(module.operation, {*_NAMES, _CALL, _REGION})
     constraints = [_stated(op) for op in ops if _constrains(op)]
@@ -73,21 +80,23 @@ def count_constraints(module: Any) -> ConstraintCounts:
 
 
 def _constraints(module: Any) -> list[Any]:
+    """Return the ops of the module that constrain a value, in pre-order."""
     return [op for op in collect(module.operation, {*_NAMES, _CALL}) if _constrains(op)]
 
 
 def _constrains(op: Any) -> bool:
+    """Return True for `sdy.sharding_constraint`, `sdy.reshard`, and a custom call to `Sharding`."""
     return op.name in _NAMES or (op.name == _CALL and target_name(op) == "Sharding")
 
 
 def _stated(op: Any) -> Any | None:
-    """Return the sharding of a constraint; None for a call without one."""
+    """Return the sharding attribute of a constraint (`sdy.sharding` or GSPMD's string); None for one without."""
     name = "mhlo.sharding" if op.name == _CALL else "sharding"
     return op.attributes[name] if name in op.attributes else None
 
 
 def _drop(module: Any, ops: list[Any]) -> Any:
-    """Remove constraints, so that users read the constrained values directly."""
+    """Remove constraints after users of their results read the operands instead (in place); return the module."""
     for op in ops:
         op.results[0].replace_all_uses_with(op.operands[0])
         op.erase()
@@ -95,11 +104,11 @@ def _drop(module: Any, ops: list[Any]) -> Any:
 
 
 def custom_call_pins(module: Any, write: Callable[[Sequence[Sequence[str]]], str]) -> int:
-    """Replace every `sdy.sharding_constraint` by a custom call to `Sharding`, and drop meshes (in place); return their
-    count.
+    """Replace every `sdy.sharding_constraint` by a custom call to `Sharding`, and erase meshes (in place); return the
+    number of replaced constraints.
 
     `write` returns the HLO sharding string for the mesh axes of each dim. Compilers that partition with GSPMD read
-    these calls.
+    these calls. Other attributes that name a mesh stay.
     """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import sdy
@@ -136,10 +145,11 @@ def constrain_custom_calls(
     """Strip a module (see `strip`), and convert its custom calls to `Sharding` to Shardy constraints (in place).
 
     - `mesh_name`: name for the mesh if the module has none with these axes.
-    - `sizes`: mesh axes with their sizes.
-    - `read`: returns the mesh axes of each dim for a sharding string and a shape, or None to drop the constraint.
+    - `sizes`: mesh axes with their sizes, major first.
+    - `read`: returns the mesh axes of each dim for an HLO sharding string and the value's shape, or None to drop the
+      constraint.
 
-    Returns the number of dropped constraints.
+    Returns the number of calls that were dropped, because `read` returned None. Their users read the operand directly.
     """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import sdy
@@ -162,7 +172,7 @@ def constrain_custom_calls(
 
 
 def sharding_calls(module: Any) -> list[tuple[Any, str]]:
-    """Return the custom calls to `Sharding` of a module, each with its HLO sharding string."""
+    """Return the custom calls to `Sharding` that have a sharding, each with its HLO sharding string, in pre-order."""
     from jaxlib.mlir import ir
 
     return [

@@ -13,8 +13,9 @@ _SPREAD = ("stablehlo.reshape", "stablehlo.broadcast_in_dim")
 def give_whole(module: Any, shapes: Mapping[int, tuple[int, ...]]) -> None:
     """Give arguments of `@main` these shapes, by argument number, in place of a broadcast inside (in place).
 
-    The argument replaces each custom call to `Sharding` on its reshapes and broadcasts, if the call has the wanted
-    shape. Raises `ValueError` if an argument has no such call.
+    The argument replaces each custom call to `Sharding` on its reshapes and broadcasts. Reshapes and broadcasts that
+    are then unused are erased, and the function type is updated. Raises `ValueError` if an argument has no such call,
+    or if any of its calls has another shape than the wanted one.
     """
     from jaxlib.mlir import ir
 
@@ -41,7 +42,11 @@ def give_whole(module: Any, shapes: Mapping[int, tuple[int, ...]]) -> None:
 
 
 def _ends(argument: Any, calls: set[Any]) -> tuple[list[Any], list[Any]]:
-    """Return the custom calls on an argument's reshapes and broadcasts, and these ops, users last."""
+    """Return the custom calls of `calls` that an argument reaches through reshapes and broadcasts, and these reshapes
+    and broadcasts.
+
+    The second list has each op before its users. A call on the argument itself counts; any other op ends the search.
+    """
     ends: list[Any] = []
     between: list[Any] = []
     values = [argument]

@@ -19,7 +19,9 @@ class AxisUse:
 
     name: str
     part: tuple[int, int] | None = None
-    """The (size of the preceding part, size) of a part of the axis; None for the whole axis."""
+    """The (size of the preceding part, size) of a part of the axis, as in Shardy's `"x":(pre)size`; None for the whole
+    axis.
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,38 +37,45 @@ class Sharding:
     unreduced: tuple[AxisUse, ...] = ()
     """Axes over which partial sums of the value are not yet reduced."""
     mesh: MeshAxes = ()
-    """Axes and sizes of the mesh that the program names."""
+    """Axes and sizes of the mesh that the program names; empty if it is unknown or the sharding is in GSPMD's form."""
     tiles: str = ""
-    """GSPMD's sharding text, which names no axes; `dims` are then empty, and a mesh is needed to interpret the text."""
+    """GSPMD's sharding text, which names no axes; empty for Shardy's shardings. Every dim of `dims` is then without
+    axes, and a mesh is needed to interpret the text.
+    """
 
     @property
     def is_free(self) -> bool:
-        """True if the sharding constrains nothing."""
+        """True if the sharding constrains nothing: all dims are open and without axes, no axis is replicated or
+        unreduced, and there is no GSPMD text.
+        """
         return not self.tiles and all(self.open) and not any(self.dims) and not self.replicated and not self.unreduced
 
 
 def meshes_of(module: Any) -> dict[str, MeshAxes]:
-    """Return every mesh that the module names, by its symbol."""
+    """Return axis names and sizes of every mesh that the module defines, by the mesh's symbol."""
     return {name: mesh_axes(op.attributes["mesh"]) for name, op in mesh_ops(module).items()}
 
 
 def mesh_axes(mesh: Any) -> MeshAxes:
-    """Return axis names and sizes of an `sdy.mesh` attribute."""
+    """Return axis names and sizes of an `sdy.mesh` attribute, major first; its device ids are ignored."""
     from jaxlib.mlir.dialects import sdy
 
     return tuple((axis.name, axis.size) for axis in map(sdy.MeshAxisAttr, sdy.MeshAttr(mesh).axes))
 
 
 def argument_shardings(module: Any) -> dict[int, Any]:
-    """Return the `sdy.sharding` of every argument of `@main` that has one, by argument number."""
+    """Return the `sdy.sharding` attribute of every argument of `@main` that has one, by argument number; GSPMD's are
+    ignored.
+    """
     entries = enumerate(argument_entries(main_function(module).operation, "arg_attrs"))
     return {position: entry["sdy.sharding"] for position, entry in entries if "sdy.sharding" in entry}
 
 
 def mesh_of(sharding: Any, meshes: Mapping[str, MeshAxes]) -> MeshAxes | None:
-    """Return the mesh of an `sdy.sharding`; None if it is not in `meshes`, and for other attributes.
+    """Return the mesh of an `sdy.sharding`; None if it names a mesh that is not in `meshes`.
 
-    `meshes` are those of `meshes_of`; a sharding may also contain its own mesh.
+    None is also the answer for None and for attributes of other types. `meshes` are those of `meshes_of`; a sharding
+    may also contain its own mesh.
     """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import sdy
@@ -78,13 +87,16 @@ def mesh_of(sharding: Any, meshes: Mapping[str, MeshAxes]) -> MeshAxes | None:
 
 
 def is_idle(sharding: Any, meshes: Mapping[str, MeshAxes]) -> bool:
-    """Return True if an `sdy.sharding` is on a mesh of one device; `meshes` are those of `meshes_of`."""
+    """Return True if an `sdy.sharding` is on a mesh of one device, a mesh without axes included.
+
+    Return False if its mesh is unknown, and for None or other attributes. `meshes` are those of `meshes_of`.
+    """
     mesh = mesh_of(sharding, meshes)
     return mesh is not None and math.prod(size for _, size in mesh) == 1
 
 
 def stated_sharding(sharding: Any, meshes: Mapping[str, MeshAxes]) -> Sharding:
-    """Return an `sdy.sharding` as a record; `meshes` are those of `meshes_of`.
+    """Return an `sdy.sharding` as a record, with an empty mesh if `meshes` (of `meshes_of`) lack it.
 
     Priorities are dropped: they order Shardy's propagation, and a plan leaves nothing to propagation.
     """
@@ -102,14 +114,14 @@ def stated_sharding(sharding: Any, meshes: Mapping[str, MeshAxes]) -> Sharding:
 
 
 def shardings_of_values(shardings: Any, meshes: Mapping[str, MeshAxes]) -> list[Sharding]:
-    """Return the record of every sharding in an `sdy.sharding_per_value`."""
+    """Return the record of every sharding in an `sdy.sharding_per_value`, in order; see `stated_sharding`."""
     from jaxlib.mlir.dialects import sdy
 
     return [stated_sharding(each, meshes) for each in sdy.TensorShardingPerValueAttr(shardings).shardings]
 
 
 def manual_axes(region: Any) -> tuple[str, ...]:
-    """Return the axes that an `sdy.manual_computation` splits by hand."""
+    """Return the names of the axes that an `sdy.manual_computation` splits by hand, in its order."""
     from jaxlib.mlir.dialects import sdy
 
     axes = sdy.ManualAxesAttr(region.attributes["manual_axes"])
@@ -117,7 +129,7 @@ def manual_axes(region: Any) -> tuple[str, ...]:
 
 
 def _uses(axes: Any) -> tuple[AxisUse, ...]:
-    """Return axes, whole or in parts, as records."""
+    """Return axes of an `sdy` sharding, whole or in parts, as records in the same order."""
     from jaxlib.mlir.dialects import sdy
 
     uses = []
@@ -128,7 +140,11 @@ def _uses(axes: Any) -> tuple[AxisUse, ...]:
 
 
 def tiled_sharding(call: Any, rank: int) -> Sharding:
-    """Return the sharding of a `@Sharding` custom call, in GSPMD's form; `unspecified_dims=[1]` leaves dim 1 open."""
+    """Return the sharding of a `@Sharding` custom call on a value of `rank` dims, in GSPMD's form.
+
+    `unspecified_dims=[1]` in the call's configuration leaves dim 1 open; all other dims are closed. The text is
+    `{replicated}` for a call without `mhlo.sharding`.
+    """
     from jaxlib.mlir import ir
 
     texts = {
@@ -145,7 +161,8 @@ def tiled_sharding(call: Any, rank: int) -> Sharding:
 def _on_mesh(attribute: Any, name: str) -> Any | None:
     """Return an attribute that refers to a mesh by name, with the name replaced; None for any other attribute.
 
-    Shardings, shardings of several values, and groups of collectives refer to meshes.
+    Shardings, shardings of several values, and groups of collectives refer to meshes. A sharding that contains its own
+    mesh stays as it is. Shardings of several values are returned even if none of them changes.
     """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import sdy, stablehlo
@@ -171,13 +188,16 @@ _REFERRING = ("sharding", "in_shardings", "out_shardings", "sdy.sharding", "repl
 def rename_meshes(root: Any, name: str) -> set[str]:
     """Replace the mesh of every sharding and collective inside an op by `name` (in place); axes keep their names.
 
-    Returns the names of the attributes that refer to it.
+    Mesh definitions stay. Returns the names of the attributes that were replaced.
     """
     from jaxlib.mlir import ir
 
     found = set()
 
     def visit(op: Any) -> Any:
+        """Replace the mesh in the op's attributes of `_REFERRING`, record their names in `found`, and continue the
+        walk.
+        """
         for key in _REFERRING:
             new = _on_mesh(op.attributes[key], name) if key in op.attributes else None
             if new is not None:

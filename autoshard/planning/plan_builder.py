@@ -65,6 +65,7 @@ class PlanResult:
 
     plan: Plan
     wall_s: dict[str, float]
+    """Wall time in seconds by name of the phase."""
     baseline_plans: Mapping[str, Plan]
     """Baselines as plans of their own, completed by the solver, to apply, compile or measure. Each is written on first
     access.
@@ -84,7 +85,7 @@ class Running:
     progress: Callable[[str], None] | None = None
     """Callback that receives a line for each phase."""
     crew: WorkerCrew | None = None
-    """Helper processes that take part."""
+    """Helper processes that take part; None plans in this process alone."""
     kept: bool = False
     """True if the program's ops may come from the cache on disk."""
     save_problem: str | os.PathLike[str] | None = None
@@ -98,6 +99,7 @@ class EarlierRecipes:
     rival: Incumbent | None
     """Incumbent that a plan must beat, if the mesh is searched; None if there is none."""
     tables: PathTables
+    """Path tables of reshards that all recipes share."""
     stages: int = 0
     """Number of stages of a pipeline whose meshes have an axis of stages; 0 for any other program."""
     meshes: tuple[Mesh, ...] | None = None
@@ -107,10 +109,14 @@ class EarlierRecipes:
 def given_mesh(
     topology: Topology, mesh: str | Mapping[str, int] | None, named: Mapping[str, int] | None = None
 ) -> Mesh | None:
-    """Return the mesh that the user gave, else that of `XLA_AUTO_SPMD_MESH`, else `named`; None if it has to be
-    searched.
+    """Return the mesh of a request; None if it has to be searched.
 
-    Raises `UserError` for names of axes that specs cannot contain.
+    - `mesh`: the user's mesh, as text or sizes; None reads `XLA_AUTO_SPMD_MESH`, then uses `named`. `auto` ignores the
+      variable.
+    - `named`: the mesh that the program names; None if there is none.
+
+    Raises `UserError` for names of axes that specs cannot contain, and for a mesh that cannot be laid out on the
+    topology.
     """
     if mesh is None:
         mesh = os.environ.get(MESH_VARIABLE, "").strip() or named
@@ -134,8 +140,8 @@ def check_request(options: Options) -> None:
     """Refuse options for which no program can be planned, before one is traced.
 
     Raises `UserError` for an unknown topology and for a mesh that cannot be laid out on it. Raises it also for compiler
-    flags that are unreadable or unsuitable for the chips. If the mesh is known, raises it for constraints with an axis
-    that the mesh does not have.
+    flags that are unreadable or unsuitable for the chips. If the mesh is given, by option or environment, raises it for
+    constraints with an axis that the mesh does not have.
     """
     topology = Topology.parse(options.topology)
     given = given_mesh(topology, options.mesh)
@@ -150,7 +156,8 @@ def make_plan(
 ) -> PlanResult:
     """Choose a sharding for every tensor under the options; see `autoshard.plan` for their meaning.
 
-    `before` has the results of other recipes of the program.
+    - `running`: circumstances that change no plan; None for the defaults.
+    - `before`: results of other recipes of the program; None if there are none.
 
     Among several candidates the plan is the first. Each further candidate must differ from the others in how its step
     spends time.
@@ -244,7 +251,9 @@ def make_plan(
 
 
 def _limits(options: Options, topology: Topology) -> Limits:
-    """Return the limits of memory and time for a search. Raises `UserError` for a memory limit of 0 or less."""
+    """Return the limits of memory (default: the topology's usable bytes) and time for a search. Raises `UserError` for
+    a memory limit of 0 or less.
+    """
     memory = topology.usable_bytes if options.memory_limit is None else options.memory_limit
     if memory <= 0:
         raise UserError(f"the memory limit is {memory} bytes; it must be more than 0.")
@@ -258,6 +267,7 @@ class PricedWith:
     plain: Calibration
     """Figures for steps without compiler flags."""
     calibration: Calibration
+    """Figures for the step with its compiler flags."""
     provenance: Mapping[str, Any]
     """Entries of the provenance: learned figures, and compiler flags."""
     notes: tuple[str, ...]
@@ -265,7 +275,12 @@ class PricedWith:
 
 
 def priced_with(options: Options, topology: Topology) -> PricedWith:
-    """Return the shipped figures, or those learned for the topology, with the compiler flags of the step."""
+    """Return the figures for prices: the shipped or learned ones, changed by the compiler flags of the step.
+
+    `options.calibration` may be a fit to use, True for the one learned for the topology with these flags, or False for
+    the shipped figures. Figures that were fitted with these very flags override the flags' own effect. Raises
+    `UserError` for unreadable flags.
+    """
     given = options.calibration
     flags, origin = chosen_flags(options.xla_flags, topology.chip)
     learned = given if isinstance(given, Fit) else learned_fit(topology, flags) if given else None
@@ -286,7 +301,9 @@ def priced_with(options: Options, topology: Topology) -> PricedWith:
 
 
 def _limiting(name: str, candidates: int, program: Program) -> Form:
-    """Return the form to plan within; raise `UserError` for a form that limits nothing, and for several candidates."""
+    """Return the form to plan within. Raises `UserError` for an unknown form, one that limits nothing, several
+    candidates, and missing names of dims.
+    """
     form = form_named(name)
     if form.rest is Rest.PLAN:
         raise UserError(f"the form {name!r} holds a plan whole: leave it out when planning, and export to it.")
@@ -301,6 +318,7 @@ class MeshResults:
     """The results of the searches."""
 
     best: MeshOutcome
+    """Fastest result; it may be infeasible if all are."""
     original: MeshOutcome
     """Result with baselines on the given or chosen mesh. It is also the best one, unless an axis cut in two is
     faster.
@@ -308,10 +326,11 @@ class MeshResults:
     outcomes: tuple[MeshOutcome, ...]
     """Results on the mesh, and on the mesh with an axis cut if there is one."""
     tried: tuple[MeshTried, ...]
+    """Rows of all meshes that the search considered; empty for a given mesh."""
     elsewhere: tuple[MeshBest, ...]
     """Best choices on other meshes, if the mesh was searched."""
     unconstrained_bound_s: float
-    """Lower bound in seconds of all plans on other meshes, ignoring the memory limit."""
+    """Lower bound in seconds of all plans on other meshes, ignoring the memory limit; infinite for a given mesh."""
 
 
 def _search(
@@ -320,11 +339,13 @@ def _search(
     """Search on the given mesh, else on the best one, and also with an axis cut in two if dims need that.
 
     - `given`: mesh of the user or of the program; None searches for one.
-    - `time_limit`: processor seconds of each solve.
-    - `refine_axes`: True if an axis may be cut.
-    - `before`: results of other recipes.
+    - `time_limit`: processor seconds of each solve; with a cut axis the two searches get 60 % and 40 % of it.
+    - `refine_axes`: True if an axis may be cut. No axis is cut in a program with constraints or manual regions, nor the
+      axis of stages.
+    - `before`: results of other recipes; None if there are none.
 
-    Raises `PrunedByBound` if the mesh is searched and no mesh beats the rival in `before`.
+    Raises `PrunedByBound` if the mesh is searched and no mesh beats the rival in `before`, and `UserError` as
+    `MeshSearch.run` does.
     """
     task, phases, topology = search_on.task, search_on.phases, search_on.topology
     rival, meshes = (None, None) if before is None else (before.rival, before.meshes)

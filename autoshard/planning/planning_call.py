@@ -90,7 +90,7 @@ def plan(
     given = dict(program_options or {})
 
     def opened(options: Mapping[str, Any], recipe: Mapping[str, Any], *, anew: bool) -> "Program":
-        """Open the source, which is traced each time."""
+        """Open the source with these options and this recipe; it is traced each time, whether `anew` or not."""
         return open_source(str(program), recipe=recipe, **settled_options(options, topology))
 
     if isinstance(program, str):

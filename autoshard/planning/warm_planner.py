@@ -16,7 +16,7 @@ from autoshard.solver.warm_solver import warm as solver_warm
 
 
 def warm() -> None:
-    """Price one small path with the kernels."""
+    """Compile the kernels of pricing by pricing one small path; numba caches the result."""
     mesh = make_mesh(Topology.parse("v5e:2x2"), {"data": 2, "model": 2})
     whole, split = np.array([[WHOLE, WHOLE]]), np.array([[0, 1]])
     path = Path((256, 256), split, whole, (256, 256), whole, split, 2, 2)
@@ -24,7 +24,7 @@ def warm() -> None:
 
 
 def ready() -> None:
-    """Load the modules and kernels of pricing and solving, in a process that is idle."""
+    """Load the modules and kernels of pricing and solving, and compile kernels that numba's cache lacks."""
     importlib.import_module("autoshard.planning.mesh.mesh_attempt")
     solver_warm()
     warm()

@@ -8,6 +8,7 @@ from typing import Any
 from autoshard.errors import UserError
 
 
+# Last keys of a leaf's path that only wrap an array, as in `nnx.Variable`.
 _WRAPPER_KEYS = {"value", "raw_value"}
 _OPTIMIZER_FIELDS = set(
     "count mu nu trace ema inner_state hyperparams v v_row v_col acc_grads mini_step gradient_step".split()
@@ -16,7 +17,7 @@ _OPTIMIZER_FIELDS = set(
 
 
 def key_text(key: Any) -> str:
-    """Return the text of one pytree key: dict key, attribute name, or index."""
+    """Return the text of one pytree key of JAX: attribute name, dict key, or index; else `str(key)`."""
     for attribute in ("name", "key", "idx"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))
@@ -24,7 +25,7 @@ def key_text(key: Any) -> str:
 
 
 def is_index(key: Any) -> bool:
-    """Return True if the key is a position in a sequence."""
+    """Return True if the key is a position in a sequence, or an integer key of a dict."""
     return hasattr(key, "idx") or isinstance(getattr(key, "key", None), int)
 
 
@@ -83,6 +84,8 @@ def positional_names(fn: Callable[..., Any], count: int) -> tuple[str, ...]:
 def leaf_names(prefix: str, paths: Sequence[tuple[Any, ...]], dims: Sequence[tuple[str, ...] | None]) -> list[str]:
     """Return `prefix.key.key` for every path, without the keys that only wrap another one.
 
+    Keys are joined by dots; an empty path without a prefix is `value`. `dims` has the result of `named_dims`.
+
     If the names stay unique, an index into a tuple of optimizer states (an optax chain) is omitted. So is the trailing
     `value` of a variable. The 0 of an array whose dims have names (`named_dims`) is always omitted.
     """
@@ -93,7 +96,7 @@ def leaf_names(prefix: str, paths: Sequence[tuple[Any, ...]], dims: Sequence[tup
 
 
 def unique(names: Sequence[str], taken: set[str]) -> list[str]:
-    """Return `names` with `_2`, `_3`, ... appended to any that repeats or is in `taken`, which is extended."""
+    """Return `names` with `_2`, `_3`, ... appended to any that repeats or is in `taken`; add the results to `taken`."""
     result: list[str] = []
     for name in names:
         candidate, number = name, 1
@@ -106,10 +109,12 @@ def unique(names: Sequence[str], taken: set[str]) -> list[str]:
 
 
 def _is_field(key: Any) -> bool:
+    """Return True if the key is a field of an optax state."""
     return key_text(key) in _OPTIMIZER_FIELDS
 
 
 def _join(prefix: str, path: Sequence[Any]) -> str:
+    """Return the prefix and the texts of the path's keys with dots between, empty ones left out; `value` if all are."""
     parts = [prefix, *(key_text(key) for key in path)]
     return ".".join(part for part in parts if part) or "value"
 
@@ -124,21 +129,26 @@ def _without_wrappers(path: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def input_names(module: Any, count: int) -> list[str]:
-    """Return the names of the first `count` positional arguments of a module's `forward`, by default `input<i>`."""
+    """Return the names of the first `count` positional arguments of a module's `forward`; `input<i>` beyond these."""
     parameters = inspect.signature(module.forward).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return (names + [f"input{i}" for i in range(len(names), count)])[:count]
 
 
 def leaf_name(path: Sequence[Any]) -> str:
-    """Return the dotted name of a leaf of the named arguments, from its path in torch's pytrees."""
+    """Return the dotted name of a leaf of the named arguments, from its path in torch's pytrees, keys and indices."""
     return ".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path)
 
 
 def map_inputs(
     module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], change: Callable[[str, Any], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and keyword arguments of a call with `change(name, leaf)` in place of every leaf."""
+    """Return the positional and keyword arguments of a call with `change(name, leaf)` in place of every leaf.
+
+    - `module`: torch module whose `forward` names positional arguments.
+    - `args`, `kwargs`: arguments of the call, pytrees.
+    - `change`: function of the leaf's dotted name (`leaf_name`) and the leaf.
+    """
     from torch.utils import _pytree
 
     names = input_names(module, len(args))

@@ -24,7 +24,8 @@ def load_artifact(path: str | Path, *, roles: role_rules.Roles | None = None) ->
     """Return the program in a file: `main` of a StableHLO module, a `jax.export` artifact, or an HLO module.
 
     Arguments have the names in the module's locations, else `arg0`, `arg1`, ... An argument whose buffer the module
-    aliases to a result is donated state. `roles` gives the roles of arguments whose names do not tell them.
+    aliases to a result is donated state. `roles` gives the roles of arguments whose names do not tell them. The
+    name of the program is the file's without its suffix.
 
     Raises `UserError` if the file is missing, corrupt or optimised, or has dynamic shapes.
     """
@@ -52,7 +53,7 @@ def load_artifact(path: str | Path, *, roles: role_rules.Roles | None = None) ->
 
 
 def _text(data: bytes) -> str | None:
-    """Return the data as text; None if they are binary."""
+    """Return the data as text; None if they are no UTF-8 or contain a NUL."""
     try:
         text = data.decode()
     except UnicodeDecodeError:
@@ -71,11 +72,16 @@ def _hlo_proto(text: str, file: Path) -> bytes:
 
 
 def _from_hlo(proto: bytes, file: Path, roles: role_rules.Roles | None) -> Program:
+    """Trace an HLO proto as `_from_module` does, after conversion to StableHLO."""
     return _from_module(mlir.hlo_to_stablehlo(proto, str(file)), file, roles)
 
 
 def _from_module(source: bytes | str, file: Path, roles: role_rules.Roles | None) -> Program:
-    """Trace a module that is wrapped as a callable by `jax.export`'s own record."""
+    """Trace a StableHLO module, text or bytecode, wrapped as a callable by `jax.export`'s own record.
+
+    Shardings of its arguments are dropped, with a note. Raises `UserError` for a module that cannot be read, and for
+    64-bit types if JAX has these disabled.
+    """
     import jax
     from jax import export
     from jax.core import ShapedArray
@@ -114,6 +120,7 @@ def _from_module(source: bytes | str, file: Path, roles: role_rules.Roles | None
     )
 
     def main(*values: Any) -> Any:
+        """Call the module of the file."""
         return exported.call(*values)
 
     notes = (f"Shardings on {entry.dropped} arguments of the file were dropped.",) if entry.dropped else ()
@@ -132,7 +139,7 @@ def _from_module(source: bytes | str, file: Path, roles: role_rules.Roles | None
 
 
 def _updates(module: Any, uses: Sequence[mlir.Use]) -> dict[int, int]:
-    """Return the results that update arguments, by the ops of a program that donates no buffer.
+    """Return argument -> the result that updates it, both by position, from the ops of a program without donation.
 
     The map is empty unless a weight is among the updated arguments. Without that condition the output of a residual
     block would count as the updated value of its input.
@@ -148,7 +155,13 @@ def _updates(module: Any, uses: Sequence[mlir.Use]) -> dict[int, int]:
 def _evidence(
     uses: Sequence[mlir.Use], ties: dict[int, int], names: Sequence[str], avals: Sequence[tuple[tuple[int, ...], str]]
 ) -> list[Role | None]:
-    """Return the roles of the arguments whose names tell nothing, from the ops that use them; None for the others."""
+    """Return the roles of the arguments whose names tell nothing, from the ops that use them; None for the others.
+
+    - `uses`: use of each argument.
+    - `ties`: argument -> the result that updates it.
+    - `names`: name of each argument.
+    - `avals`: shape and dtype of each argument.
+    """
     return [
         None if role_rules.is_telling(name) else _role(use, index in ties, shape, dtype)
         for index, (use, name, (shape, dtype)) in enumerate(zip(uses, names, avals, strict=True))
@@ -157,6 +170,10 @@ def _evidence(
 
 def _role(use: mlir.Use, tied: bool, shape: tuple[int, ...], dtype: str) -> Role:
     """Return the role of an argument from its use.
+
+    Scalars and values that are written in part are `OTHER`. Tied floats are a parameter (a weight) or optimizer state
+    (a peer of another tied value), other tied values `OTHER`. Weights that are not tied are parameters, all else is a
+    batch.
 
     - `use`: the first op that combines it with another value.
     - `tied`: True if the program returns it updated.
@@ -172,7 +189,10 @@ def _role(use: mlir.Use, tied: bool, shape: tuple[int, ...], dtype: str) -> Role
 
 
 def _from_export(data: bytes, file: Path, roles: role_rules.Roles | None) -> Program:
-    """Trace a `jax.export` artifact. Raises `UserError` for symbolic shapes, several devices and keyword arguments."""
+    """Trace a `jax.export` artifact.
+
+    Raises `UserError` for unreadable data, symbolic shapes, several devices and keyword arguments.
+    """
     import jax
     from jax import export
 
@@ -206,6 +226,7 @@ def _from_export(data: bytes, file: Path, roles: role_rules.Roles | None) -> Pro
         uses[leaf] = use
 
     def evidence(ties: dict[int, int]) -> list[Role | None]:
+        """Return `_evidence` for the leaves of the arguments, under the ties that `trace` finds."""
         avals = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves]
         return _evidence(uses, ties, [names[position] for position in positions], avals)
 
@@ -215,7 +236,10 @@ def _from_export(data: bytes, file: Path, roles: role_rules.Roles | None) -> Pro
 
 
 def _abstract(aval: tuple[tuple[int, ...], str], what: str, file: Path) -> Any:
-    """Return the shape and dtype of `what`. Raises `UserError` for 64-bit types if JAX has these disabled."""
+    """Return the `jax.ShapeDtypeStruct` of a shape and the name of a dtype.
+
+    Raises `UserError`, with `what` as the name of the value, for 64-bit types if JAX has these disabled.
+    """
     import jax
 
     shape, name = aval
@@ -241,6 +265,9 @@ def _position_names(
     found: Sequence[str] | None, kept: Sequence[int], positions: Sequence[int], count: int
 ) -> list[str]:
     """Return the names of an exported function's positional arguments, from the paths of their leaves in the module.
+
+    A name is the root that the paths of all leaves of an argument share, else `arg<i>`. All are `arg<i>` if names
+    repeat.
 
     - `found`: paths of the module's arguments; None if it has no names.
     - `kept`: for each argument of the module, the number of its leaf.

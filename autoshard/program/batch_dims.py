@@ -12,7 +12,9 @@ class ExampleDim:
 
     dim: int
     outer: int = 1
+    """Number of repetitions of all examples along the dim, outside of them."""
     inner: int = 1
+    """Number of consecutive positions along the dim that belong to one example."""
     alike: bool = False
     """True if elements are equal along `dim`."""
     numbers: frozenset[int] = frozenset()
@@ -22,6 +24,7 @@ class ExampleDim:
 _CALLS = ("scan", "while", "cond", "pallas_call")
 """Operations whose bodies are not analysed."""
 _EVERYWHERE = frozenset({-1})
+"""Value of `ExampleDim.numbers` for a value that numbers positions as a whole."""
 
 
 def example_position(eqn: Any, places: Sequence[ExampleDim | None], dim: int, result: int) -> ExampleDim | None:
@@ -51,7 +54,11 @@ def example_position(eqn: Any, places: Sequence[ExampleDim | None], dim: int, re
 
 
 def common_position(places: Sequence[ExampleDim | None]) -> ExampleDim | None:
-    """Return the common position of examples in operands of one shape; None if there is none."""
+    """Return the common position of examples in operands of one shape; None if there is none.
+
+    Operands without examples (None) are ignored. Operands that are alike along the dim must agree in the dim only, if
+    others are not alike.
+    """
     given = [place for place in places if place is not None]
     own = [place for place in given if not place.alike] or given
     agree = own and len({place.dim for place in given}) == 1 and len(set(own)) == 1
@@ -109,7 +116,7 @@ def _numbers(eqn: Any, places: Sequence[ExampleDim | None], dim: int) -> Example
 
 
 def _literal(operand: Any) -> Any:
-    """Return the value of a scalar literal, else None."""
+    """Return the value of an operand that is a scalar literal of the jaxpr, else None."""
     return operand.val if hasattr(operand, "val") and not operand.aval.shape else None
 
 
@@ -123,7 +130,7 @@ def _elementwise(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | 
 
 
 def _reshaped(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
-    """Return the position after a reshape, on the dim of the result that contains all examples."""
+    """Return the position after a reshape, on the dim of the result that contains all examples; None without one."""
     before, after, place = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, places[0]
     assert place is not None
     # Elements of an example are contiguous, and examples have equal distances, so a dim that splits them mixes nothing.
@@ -146,6 +153,7 @@ def _broadcast(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | No
 
 
 def _transposed(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
+    """Return the position after a transpose, on the dim to which the dim of the examples is permuted."""
     place = places[0]
     assert place is not None
     return dataclasses.replace(place, dim=eqn.params["permutation"].index(place.dim))
@@ -160,9 +168,14 @@ def _reduced(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None
 
 
 def _along(*names: str) -> Any:
-    """Return the rule of ops that move or accumulate along the dims given by the parameters `names`."""
+    """Return the rule of ops that move or accumulate along the dims given by the parameters `names`.
+
+    The rule returns the operands' common position; None if the examples lie along one of these dims. An op without any
+    of the parameters gives None too.
+    """
 
     def rule(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
+        """Return the common position, unless it is along one of the parameters' dims."""
         place = common_position(places)
         along = [eqn.params[name] for name in names if name in eqn.params]
         dims = {dim for each in along for dim in (each if isinstance(each, (tuple, list)) else (each,))}
@@ -206,7 +219,7 @@ def _joined(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
 
 
 def _padded(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
-    """Return the position after padding; None if the dim of the examples is padded."""
+    """Return the position after padding; None if the dim of the examples is padded, or only the value has examples."""
     place = places[0]
     return place if place is not None and eqn.params["padding_config"][place.dim] == (0, 0, 0) else None
 
@@ -218,7 +231,10 @@ def _windowed(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | Non
 
 
 def _multiplied(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
-    """Return the position in a `dot_general`; None if it contracts the dim of the examples."""
+    """Return the position in a `dot_general`; None if it contracts the dim of the examples.
+
+    None also if both operands have examples, but not on one dim of the result.
+    """
     contracted, batch = eqn.params["dimension_numbers"]
     results: list[ExampleDim | None] = []
     free = len(batch[0])
@@ -291,7 +307,10 @@ def _gathered(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | Non
 
 
 def _scattered(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
-    """Return the position in a scatter: updates lie inside an example, or each example writes its own row."""
+    """Return the position in a scatter: updates lie inside an example, or each example writes its own row.
+
+    None otherwise, and if the operand has no examples.
+    """
     numbers = eqn.params["dimension_numbers"]
     place, indices, updates = places
     batching = (numbers.operand_batching_dims, numbers.scatter_indices_batching_dims)
@@ -313,6 +332,7 @@ def _bare(*places: ExampleDim) -> list[ExampleDim]:
     return [dataclasses.replace(place, numbers=frozenset()) for place in places]
 
 
+# Rule by name of the primitive: a function of the equation and the operands' positions.
 _RULES = {
     **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshaped),
     "broadcast_in_dim": _broadcast,

@@ -12,6 +12,7 @@ from autoshard.program.jax.mla import LatentDims
 
 
 _FOLDER = Path(__file__).parent / "configs"
+"""Folder of the bundled configurations."""
 
 
 _COUNTS = (
@@ -21,12 +22,13 @@ _COUNTS = (
 )
 """Fields that count something with at least one member, in each layer or in the model."""
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
+"""Fields that count layers."""
 _MOST, _MOST_LAYERS = 2**31 - 1, 10_000
 """Most of a count, since frameworks index with 32 bits; and most layers, each of which is built as modules."""
 
 
 def bundled() -> list[str]:
-    """Return the names of the bundled configurations."""
+    """Return the names of the bundled configurations, sorted."""
     return sorted(path.stem for path in _FOLDER.glob("*.json"))
 
 
@@ -34,6 +36,7 @@ def read_config(given: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return (short name, fields) of a configuration.
 
     `given` is the mapping of fields, or names a JSON file, a folder with a `config.json`, or a bundled configuration.
+    The short name is the file's stem, for a `config.json` its folder's name, for a mapping its `model_type`.
     Raises `UserError` if there is no such configuration, or if it is not that of a model.
     """
     if not isinstance(given, str):
@@ -67,13 +70,20 @@ def read_config(given: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _check_fields(fields: Any, origin: str) -> None:
+    """Raise `UserError` for fields that are no dict with a `model_type`, or have impossible sizes.
+
+    `origin` names the configuration in errors.
+    """
     if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
         raise UserError(f"`{origin}` has no `model_type`; expected the config.json of a Hugging Face model.")
     _check_counts(fields, origin)
 
 
 def _check_counts(fields: dict[str, Any], origin: str) -> None:
-    """Raise `UserError` for sizes that no model has, before a model is built; missing fields have defaults."""
+    """Raise `UserError` for sizes that no model has, before a model is built, in nested configurations too.
+
+    Counts are whole numbers from 1 to `_MOST` or `_MOST_LAYERS`; missing fields and None have defaults.
+    """
     for key, value in fields.items():
         if isinstance(value, dict):
             _check_counts(value, f"{origin}, {key}")
@@ -89,7 +99,9 @@ def _check_counts(fields: dict[str, Any], origin: str) -> None:
 
 
 _DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
+"""Model types of dense decoders whose fields have the names in `_sizes`."""
 _QK_NORM = ("qwen3",)
+"""Model types that normalise queries and keys."""
 
 Dims = TypeVar("Dims", bound=DecoderDims)
 
@@ -97,7 +109,8 @@ Dims = TypeVar("Dims", bound=DecoderDims)
 def config_dims(fields: Mapping[str, Any], record: type[Dims]) -> Dims | None:
     """Return the dims that a configuration's fields give; None for a model that is no decoder of a known form.
 
-    `record` is the class of the dims, `DecoderDims` or a class that extends it.
+    A configuration that lacks a needed field gives None too. `record` is the class of the dims, `DecoderDims` or a
+    class that extends it.
 
     The dims of GPT-2 omit learned positions, biases and norms. These are 0.8 % of the parameters of `gpt2`, and less
     than 1 % from `gpt2-xl` on.
@@ -119,7 +132,10 @@ def config_dims(fields: Mapping[str, Any], record: type[Dims]) -> Dims | None:
 
 
 def _sizes(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes that most configurations give under the same names."""
+    """Return the sizes that most configurations give under the same names, as fields of `DecoderDims`.
+
+    Raises `KeyError` for a missing field.
+    """
     width, heads = fields["hidden_size"], fields["num_attention_heads"]
     return {
         "layers": fields["num_hidden_layers"],
@@ -134,7 +150,7 @@ def _sizes(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _window(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the window fields of Gemma 2, which has a window in every other layer.
+    """Return the window fields of Gemma 2, which has a window in every other layer; nothing for other models.
 
     A window that all layers of another model have is not counted.
     """
@@ -144,7 +160,7 @@ def _window(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gpt2(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the dims of a GPT-2 configuration."""
+    """Return the dims of a GPT-2 configuration, as fields of `DecoderDims`; raise `KeyError` for a missing field."""
     width, heads = fields["n_embd"], fields["n_head"]
     return {
         "layers": fields["n_layer"],
@@ -160,7 +176,10 @@ def _gpt2(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _latent_experts(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the dims of a DeepSeek-V3 configuration, with latent attention and experts."""
+    """Return the dims of a DeepSeek-V3 configuration, with latent attention and experts.
+
+    They are fields of `DecoderDims`. Raises `KeyError` for a missing field.
+    """
     latent = LatentDims(
         key_rank=fields["kv_lora_rank"],
         nope_size=fields["qk_nope_head_dim"],

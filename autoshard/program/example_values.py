@@ -21,10 +21,17 @@ def fill(
 
     Parameters are ones for scales of norms, and otherwise normal(0, `std`). Biases are drawn too: one that starts at
     zero and whose gradient vanishes (of attention keys) would be only rounding after a step. Optimizer state and other
-    state are zeros, running variances ones. A batch is normal(0, 1) for floats, and integers below `id_limit(name)`.
+    state are zeros, running variances ones. A batch is normal(0, 1) for floats, integers from 0 below `id_limit(name)`,
+    and True for booleans. Random keys are drawn for any role.
+
+    - `args`: pytree whose abstract leaves are `jax.ShapeDtypeStruct`.
+    - `names`, `roles`: name and role of each leaf.
+    - `id_limit`: bound, exclusive, of integers by name; default: 2 for all.
+    - `std`: standard deviation of weights.
     """
 
     def make_args(seed: int) -> tuple[Any, ...]:
+        """Return the arguments with values drawn from a generator of this seed."""
         import jax
 
         leaves, treedef = jax.tree_util.tree_flatten(args)
@@ -43,13 +50,19 @@ DRAWN = 16_777_213
 
 
 def smallest_table(shapes: Sequence[tuple[int, ...]]) -> int:
-    """Return a bound for indices that every table of the program has: the smallest leading size of a matrix."""
+    """Return a bound for indices that every table of the program has: the smallest leading size above 1 of a matrix.
+
+    `shapes` are those of the arguments, with two dims or more for a matrix. The result is 2 without matrices.
+    """
     rows = [shape[0] for shape in shapes if len(shape) >= 2 and shape[0] > 1]
     return min(rows, default=2)
 
 
 def is_scale(name: str) -> bool:
-    """Return True if the name is that of a norm's multiplicative weight."""
+    """Return True if the dotted name is that of a norm's multiplicative weight, in any case of letters.
+
+    The last part is `scale` or `gamma`, or ends with `_scale` or `norm`, or is the `weight` of a norm module.
+    """
     parts = name.lower().split(".")
     owner = parts[-2] if len(parts) > 1 else ""
     last = parts[-1]
@@ -59,7 +72,7 @@ def is_scale(name: str) -> bool:
 
 
 def _value(rng: np.random.Generator, leaf: Any, name: str, role: Role, limit: int, std: float) -> Any:
-    """Return a concrete value for one leaf by its role and name.
+    """Return a concrete value for one leaf by its role and name; a concrete leaf is returned unchanged.
 
     - `rng`: random generator.
     - `limit`: upper bound, exclusive, of integers in a batch.
@@ -90,13 +103,14 @@ def _value(rng: np.random.Generator, leaf: Any, name: str, role: Role, limit: in
 
 
 def _normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, std: float = 1.0) -> Any:
-    """Return normal numbers; an array of more than `DRAWN` repeats them."""
+    """Return normal(0, `std`) numbers of a shape and dtype; an array of more than `DRAWN` repeats them."""
     count = math.prod(shape)
     drawn = rng.standard_normal(min(count, DRAWN), np.float32)
     return np.resize((drawn * np.float32(std)).astype(dtype), shape)
 
 
 def _abstract(leaf: Any) -> bool:
+    """Return True if a leaf is a `jax.ShapeDtypeStruct`."""
     import jax
 
     return isinstance(leaf, jax.ShapeDtypeStruct)

@@ -36,16 +36,17 @@ def open_source(
 ) -> Program:
     """Return the program that `text` names: `hf:CONFIG` (with its options), a Python file, or a module in a file.
 
-    The program records the arguments of this call (`Program.source`).
+    The program records the arguments of this call (`Program.source`), unless `roles` is a function.
 
     - `entry`: name that a Python file gives the program.
     - `roles`: roles of a file's arguments, by prefixes of their names, where the guess is wrong.
     - `kept`: True to take an `hf:` program or a module in a file from the disk cache if it is there. Such a program can
       be planned but not run.
-    - `preferred`: options that apply if the source takes them and `options` do not set them.
+    - `preferred`: options that apply if the source takes them and `options` do not set them: to `hf:` programs and
+      torch modules.
     - `recipe`: arguments for the function in a Python file, from the choices that it leaves to the planner
       (`read_choices`).
-    - `options`: options of the source.
+    - `options`: options of the source; None stands for an option that is not given.
 
     Raises `UserError` if `text` names no source, or if `options` are given to a source that takes none. It also does if
     the process is limited to less memory than XLA needs.
@@ -65,8 +66,8 @@ def open_source(
 def read_choices(text: str, entry: str = "program") -> Choices:
     """Return the choices that a Python file leaves to the planner: its `choices`, or those of its `entry`.
 
-    Other sources leave none. The file is run, unless its text does not contain `choices`. Raises `UserError` as
-    `choices` does, and if the file raises.
+    Other sources leave none: the result is empty. The file is run, unless its text does not contain `choices`. Raises
+    `UserError` as `choices` does, and if the file raises.
     """
     file = Path(text)
     if file.suffix != ".py" or not file.is_file() or "choices" not in file.read_text(errors="replace"):
@@ -89,7 +90,10 @@ def _open(
     preferred: Mapping[str, Any],
     recipe: Mapping[str, Any],
 ) -> Program:
-    """Return the program that `text` names; the arguments are those of `open_source`."""
+    """Return the program that `text` names; the arguments are those of `open_source`, without options of None.
+
+    Files with any suffix but `.py` are read as modules. Options of False count as not given for a file.
+    """
     if text.startswith("hf:"):
         if roles is not None:
             raise UserError(f"`--roles` is for files; the roles of `{text}` are known, so leave it out.")
@@ -118,6 +122,7 @@ _MODULE_OPTIONS += ("gradient_groups",)
 
 
 def _flags(keys: Sequence[str]) -> str:
+    """Return options in words, as flags of the command line."""
     return ", ".join(f"`--{key.replace('_', '-')}`" for key in keys)
 
 
@@ -132,6 +137,7 @@ def config_program(fields: Mapping[str, Any], **options: Any) -> Program:
 
 
 def _trace_config(config: str, options: dict[str, Any]) -> Program:
+    """Return the program of `hf:config`, without the disk cache, with the state of the option `host` on the hosts."""
     from autoshard.program.hf.hf_program import from_config
 
     options = dict(options)
@@ -140,9 +146,9 @@ def _trace_config(config: str, options: dict[str, Any]) -> Program:
 
 
 def _host_of(options: dict[str, Any]) -> str:
-    """Remove from `options` the state for the hosts' memory, and return it.
+    """Remove the option `host` from `options` and return it; `none` by default.
 
-    Raises `UserError` if there are pipeline stages too.
+    Raises `UserError` if it is not `none` and there are several pipeline stages.
     """
     host = options.pop("host", "none")
     if host != "none" and (options.get("stages") or 1) > 1:
@@ -193,17 +199,18 @@ def load_program(
 ) -> Program:
     """Run a Python file and return the program that it offers under the name `entry`.
 
-    `entry` is a `Program`, or a function without arguments that returns one. The function may also return `(fn, args)`
-    for JAX, or `(module, example_inputs)` for torch, with an optional third dict of keyword inputs. A torch module may
-    also stand alone, as `entry` or as `model`, next to its example `inputs`. The file may import modules of its folder.
+    `entry` is a `Program`, or a function that returns one; its arguments are those of `recipe`. Instead of a program
+    it may be `(fn, args)` for JAX, or `(module, example_inputs)` for torch, with an optional third dict of keyword
+    inputs. A torch module may also stand alone, as `entry` or as `model`, next to its example `inputs`. The file may
+    import modules of its folder.
 
     - `roles`: those of `trace`, for `(fn, args)` only.
     - `options`: those of `from_torch`, for torch modules only. With `train` the step minimises the file's `loss`, a
       function of the output, and of its `targets` if there are any. Every `stack` of a JAX program takes `stages`,
-      `microbatches` and `schedule`.
+      `microbatches` and `schedule`, and the program takes `host`.
     - `preferred`, `recipe`: those of `open_source`.
 
-    Raises `UserError` if the file is missing, raises, or offers something else.
+    Raises `UserError` if the file is missing, raises, or offers something else, and for options that do not apply.
     """
     file = Path(path)
     if not file.is_file():
@@ -237,7 +244,10 @@ def load_program(
 
 
 def _run(file: Path) -> ModuleType:
-    """Import a Python file as a module. Raises `UserError` for an error of its code."""
+    """Run a Python file and return it as a module, added to `sys.modules`.
+
+    Raises `UserError` for an error of its code.
+    """
     name = f"_autoshard_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
@@ -256,7 +266,10 @@ def _run(file: Path) -> ModuleType:
 
 
 def _offered(module: ModuleType, file: Path, entry: str) -> Any:
-    """Return the object called `entry`, or the file's `model`. Raises `UserError` if it has neither."""
+    """Return the object called `entry`, or the file's torch module `model` if `entry` is `program`.
+
+    Raises `UserError` if the file has neither.
+    """
     if hasattr(module, entry):
         return getattr(module, entry)
     if entry == "program" and _is_module(getattr(module, "model", None)):
@@ -273,7 +286,10 @@ def _offered(module: ModuleType, file: Path, entry: str) -> Any:
 
 
 def _called(offered: Any, file: Path, entry: str, recipe: Mapping[str, Any]) -> Any:
-    """Call a function of the file and return its result; anything else is returned unchanged."""
+    """Call a function of the file with the arguments `recipe` and return its result; return anything else unchanged.
+
+    Raises `UserError` for an error of the function.
+    """
     if not callable(offered) or isinstance(offered, Program) or _is_module(offered):
         return offered
     try:
@@ -286,7 +302,10 @@ def _called(offered: Any, file: Path, entry: str, recipe: Mapping[str, Any]) -> 
 
 
 def _module_and_inputs(offered: Any, module: ModuleType, file: Path) -> tuple[Any, Any, Any] | None:
-    """Return a torch module, its example inputs and keyword inputs; None if something else is offered."""
+    """Return a torch module, its example inputs and keyword inputs; None if something else is offered.
+
+    Raises `UserError` for a module without inputs, and for keyword inputs that are no dict.
+    """
     if isinstance(offered, (tuple, list)) and len(offered) in (2, 3) and _is_module(offered[0]):
         keywords = offered[2] if len(offered) == 3 else {}
         if not isinstance(keywords, Mapping):
@@ -306,7 +325,10 @@ def _module_and_inputs(offered: Any, module: ModuleType, file: Path) -> tuple[An
 
 
 def _from_torch(pair: tuple[Any, Any, Any], module: ModuleType, file: Path, options: dict[str, Any]) -> Program:
-    """Return the program of a torch module, with the file's `loss` and `targets` if it is trained."""
+    """Return the program of a torch module, with the file's `loss` and `targets` if it is trained.
+
+    Raises `UserError` for options of training without `train`, and for training without a `loss`.
+    """
     from autoshard.program.torch.torch_module import from_torch
 
     loss, targets = getattr(module, "loss", None), getattr(module, "targets", None)
@@ -340,7 +362,10 @@ def _no_roles(roles: Roles | None, file: Path, entry: str) -> None:
 
 
 def _as_program(offered: Any, file: Path, entry: str, roles: Roles | None) -> Program:
-    """Return the offered program, or trace `(function, arguments)`. Raises `UserError` for anything else."""
+    """Return the offered program, or trace `(function, arguments)` with `roles`. Raises `UserError` for anything else.
+
+    A program with `roles` raises it too.
+    """
     if isinstance(offered, (tuple, list)) and len(offered) == 2 and callable(offered[0]) and not _is_module(offered[0]):
         return trace(offered[0], offered[1], name=file.stem, roles=roles)
     _no_roles(roles, file, entry)
@@ -356,16 +381,18 @@ def _as_program(offered: Any, file: Path, entry: str, roles: Roles | None) -> Pr
 
 
 def _is_module(value: Any) -> bool:
+    """Return True for a torch module; torch is not imported for it."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.nn.Module)
 
 
 def _is_own(value: Any, module: ModuleType) -> bool:
+    """Return True if a function or class is defined in the module, not imported."""
     return getattr(value, "__module__", None) == module.__name__
 
 
 def _place(error: BaseException, file: Path) -> str:
-    """Return `ValueError: text (line 12)`, where the line is the deepest one inside the user's file."""
+    """Return `ValueError: text (line 12)`, where the line is the deepest one inside the user's file, if any."""
     line = error.lineno if isinstance(error, SyntaxError) else None
     step = error.__traceback__
     while step is not None:
@@ -378,4 +405,5 @@ def _place(error: BaseException, file: Path) -> str:
 
 
 def _article(text: str) -> str:
+    """Return `text` after `a`, or after `an` if it begins with a vowel."""
     return f"an {text}" if text[:1].lower() in "aeiou" else f"a {text}"

@@ -17,18 +17,22 @@ class Lowered:
     """A step lowered for one platform."""
 
     jaxpr: Any
+    """The open jaxpr of the step."""
     ir: Any
     """StableHLO, an `ir.Module`."""
     out_info: Any
+    """Shapes and dtypes of the results, as the tree that the step returns."""
     platform: str
+    """The platform of `ir`, one of `PLATFORMS`."""
     lowerings: Lowerings
+    """Modules of the step by platform, that of `ir` included."""
 
 
 def lower_function(fn: Callable[..., Any], args: tuple[Any, ...], donate: tuple[int, ...], label: str) -> Lowered:
     """Lower `fn(*args)` without shardings, for CPUs or else for the first platform that has a lowering.
 
-    `donate` are the donated positional arguments, and `label` names the function in errors. Raises `UserError` for an
-    error of the function.
+    `donate` are the donated positional arguments, and `label` names the function in errors. Unused arguments stay
+    arguments of the module. Raises `UserError` for an error of the function, and if no platform has a lowering.
     """
     import jax
 
@@ -68,7 +72,11 @@ def lower_function(fn: Callable[..., Any], args: tuple[Any, ...], donate: tuple[
 
 
 def user_code(label: str, run: Callable[[], Any]) -> Any:
-    """Call `run`, which runs the user's function. Raises `UserError`, one sentence, for its errors."""
+    """Call `run`, which runs the user's function, and return its result.
+
+    Raises `UserError`, one sentence about the function `label`, for its errors. A `UserError` and an end of the process
+    (`ENDINGS`) pass unchanged.
+    """
     try:
         return run()
     except (UserError, *ENDINGS):
@@ -108,7 +116,7 @@ def user_code(label: str, run: Callable[[], Any]) -> Any:
 
 
 def check_backend(error: BaseException) -> None:
-    """Raise `UserError` if `error` says that JAX cannot start a platform in `JAX_PLATFORMS`."""
+    """Raise `UserError` if `error` says that JAX cannot start a platform in `JAX_PLATFORMS`; ignore other errors."""
     jax = sys.modules.get("jax")
     asked = jax.config.jax_platforms if jax is not None else None
     if asked and ("Unable to initialize backend" in reason_of(error) or _is_bare(error)):

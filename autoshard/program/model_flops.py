@@ -16,7 +16,10 @@ _without: contextvars.ContextVar[int] = contextvars.ContextVar("operands without
 
 
 def record(flops: float) -> None:
-    """Add the FLOPs of one matmul to the innermost open count; a no-op outside of one."""
+    """Add the FLOPs of one matmul to the innermost open count; a no-op outside of one.
+
+    They are added to its spared FLOPs once for each operand that needs no gradient (`spared`).
+    """
     if _scopes:
         _scopes[-1][0] += flops
         _scopes[-1][1] += flops * _without.get()

@@ -33,9 +33,11 @@ class OpaqueCall:
     """A function that a program calls as one op."""
 
     name: str
+    """Name of the call in the module."""
     operands: tuple[Any, ...]
     """A `jax.ShapeDtypeStruct` of each operand, with its unsharded shape."""
     on_shards: OnShards
+    """Function that gives the code of one device."""
 
 
 OpaqueCalls = dict[str, OpaqueCall]
@@ -43,7 +45,10 @@ OpaqueCalls = dict[str, OpaqueCall]
 
 
 def lower_traced(traced: Any, found: OpaqueCalls | None = None, platforms: tuple[str, ...] | None = None) -> Any:
-    """Lower `traced` with opaque functions as custom calls; the calls are added to `found`."""
+    """Lower `traced`, a `jax.stages.Traced`, with opaque functions as custom calls, which are added to `found`.
+
+    `platforms` are those to lower for; None for JAX's own choice.
+    """
     calls: OpaqueCalls = {} if found is None else found
     parameters = _private("jax._src.interpreters.mlir").LoweringParameters(override_lowering_rules=_overrides(calls))
     return traced.lower(lowering_platforms=platforms, _private_parameters=parameters)
@@ -52,7 +57,9 @@ def lower_traced(traced: Any, found: OpaqueCalls | None = None, platforms: tuple
 def lower_on_shards(
     call: OpaqueCall, mesh: Any, operands: Sequence[Any], results: Sequence[Any], platform: str, by_hand: bool = False
 ) -> tuple[bytes, Any]:
-    """Return a module over whole tensors in which every device of `mesh` runs the call on its shards, and its lowering.
+    """Return a module, as bytes, in which every device of `mesh` runs the call on its shards, and its lowering.
+
+    Its tensors are whole, or with `by_hand` those of the manual region.
 
     The lowering keeps the objects alive that the module refers to.
 
@@ -117,7 +124,7 @@ def _ruled(found: OpaqueCalls, partitioning: Any, ctx: Any, *values: Any, **para
 
 
 def _kernel(found: OpaqueCalls, pallas: Any, ctx: Any, *values: Any, **params: Any) -> Any:
-    """Lower a Pallas kernel as one call."""
+    """Lower a Pallas kernel as one call; one with ordered host callbacks as JAX does."""
     if ctx.tokens_in.effects():  # ordered host callbacks, as TPU interpret mode emits: no opaque call
         return pallas._pallas_call_lowering(ctx, *values, **params)
     return _emit_kernel(found, ctx, values, params)
@@ -138,6 +145,7 @@ def _ragged(found: OpaqueCalls, lax: Any, ctx: Any, *values: Any, **params: Any)
 
 
 def _shapes(avals: Sequence[Any]) -> tuple[Any, ...]:
+    """Return abstract values as `jax.ShapeDtypeStruct`s."""
     import jax
 
     return tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
@@ -153,7 +161,10 @@ def _digest(*parts: Any) -> str:
 
 
 def _emit_ruled(found: OpaqueCalls, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
-    """Emit the call of a function with a sharding rule, and add the call to `found`."""
+    """Emit the call of a function with a sharding rule, add the call to `found`, and return its results.
+
+    Ring and ragged exchanges, `register_rule`'s functions and cuDNN's attention have a known cost; others have none.
+    """
     import jax
     from jax.sharding import NamedSharding
 
@@ -219,7 +230,7 @@ def _emit_exchanging(
     work: mlir.CallWork,
     shapes: tuple[tuple[Any, ...], Sequence[Any]],
 ) -> list[Any]:
-    """Emit a call that itself exchanges data between the devices of an axis.
+    """Emit a call that itself exchanges data between the devices of an axis, and return its results.
 
     - `found`: calls by key, to which this one is added.
     - `values`: operands in the module.
@@ -234,7 +245,7 @@ def _emit_exchanging(
 
 
 def _mlir_rule(rule: Any, static: Sequence[Any], operands: Sequence[Any], results: Sequence[Any]) -> Any:
-    """Return a sharding rule in any of JAX's forms as an MLIR attribute."""
+    """Return a sharding rule in any of JAX's forms (a function, a text or a rule) as an MLIR attribute."""
     notation = _private("jax._src.custom_partitioning_sharding_rule")
     operand_types, result_types = (
         mlir.tensor_types([(a.shape, a.dtype) for a in side]) for side in (operands, results)
@@ -250,7 +261,7 @@ def _mlir_rule(rule: Any, static: Sequence[Any], operands: Sequence[Any], result
 
 
 def _emit_kernel(found: OpaqueCalls, ctx: Any, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
-    """Emit the call of a Pallas kernel, and add the call to `found`."""
+    """Emit the call of a Pallas kernel, add the call to `found`, and return its results."""
     operands, results = _shapes(ctx.avals_in), _shapes(ctx.avals_out)
     kernel = PallasCall.of(operands, results, params)
     digest = _digest(params["jaxpr"], params["grid_mapping"], params["compiler_params"], operands, results)

@@ -23,7 +23,7 @@ class Lowerings:
         """(id, platform) -> a program and the same program lowered for the platform, so that each has one record."""
 
     def module(self, platform: str) -> bytes:
-        """Return the MLIR bytecode for a platform. Raises JAX's own error if it has no lowering."""
+        """Return the MLIR bytecode for a platform. Raises JAX's own error if it has no lowering; both are cached."""
         if platform not in self._known:
             try:
                 self._known[platform] = self._lower(platform)
@@ -36,7 +36,9 @@ class Lowerings:
 
 
 def lowered_for(program: Program, platform: str) -> Program:
-    """Return the program as lowered for `platform`, with the same fingerprint; unchanged if it has one lowering only.
+    """Return the program as lowered for `platform`, with the same fingerprint, and the same record at every call.
+
+    It is unchanged if it is lowered for the platform already, or if it has one lowering only.
 
     A note says so if JAX has no lowering for the platform. Callbacks are an example: they run on the host that traced
     them.

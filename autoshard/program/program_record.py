@@ -19,7 +19,9 @@ class Role(enum.StrEnum):
     """A weight that a training step leaves unchanged."""
     OPTIMIZER_STATE = "optimizer_state"
     BATCH = "batch"
+    """Data of one step, such as token ids and labels."""
     OTHER = "other"
+    """Anything else: caches, counters, random keys, buffers, scalars."""
 
 
 WEIGHTS = (Role.PARAMETER, Role.FROZEN)
@@ -57,6 +59,7 @@ class Result:
     """One flat result of the module, in module order."""
 
     name: str
+    """Name of the argument that it updates, or a name of its own."""
     shape: tuple[int, ...]
     dtype: str
     argument: int | None = None
@@ -73,6 +76,7 @@ class Program:
     args: tuple[Any, ...]
     """Pytrees of `jax.ShapeDtypeStruct` (or arrays), one per positional argument of `fn`."""
     donate_argnums: tuple[int, ...]
+    """Positions of the arguments of `fn` whose buffers are donated."""
     arguments: tuple[Argument, ...]
     results: tuple[Result, ...]
     module: bytes = dataclasses.field(repr=False)
@@ -80,6 +84,7 @@ class Program:
     fingerprint: str
     """The sha256 (hex) of the module for CPUs without locations, and of the names and roles of the arguments."""
     training: bool = False
+    """True if the step updates parameters or optimizer state, or was declared as training."""
     model_flops: float | None = None
     """FLOPs of one step, counted as for MFU; None if the source cannot count them.
 
@@ -87,6 +92,7 @@ class Program:
     Recomputation is not counted.
     """
     tokens: int | None = None
+    """Number of tokens of one step; None if unknown or if the program has none."""
     layers: int | None = None
     """Number of layers whose rematerialisation can be chosen separately; None if the source has no such choice."""
     stacks: tuple[int, ...] = ()
@@ -129,7 +135,9 @@ class Program:
 
 
 def serialise(ir_module: Any, arguments: Sequence[Argument]) -> tuple[bytes, str]:
-    """Return a module's MLIR bytecode, and the sha256 of its text without locations and of argument names and roles."""
+    """Return a module's MLIR bytecode, and the sha256 (hex) of its text without locations and of argument names and
+    roles.
+    """
     operation = ir_module.operation
     buffer = io.BytesIO()
     operation.write_bytecode(buffer)

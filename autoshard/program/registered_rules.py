@@ -39,7 +39,8 @@ def register_rule(
     - `sizes`: sizes of factors that shapes do not determine (in dims of several factors).
     - `flops`: matrix FLOPs of the whole call, such as `"4 b h s t d"`, for the prediction.
 
-    A factor of operands only, or of results only, stays whole unless it is a reduction.
+    A factor of operands only, or of results only, stays whole unless it is a reduction. `static_argnums` with a call by
+    name is an error.
 
     Raises `UserError` at once for a malformed rule. A rule that does not fit a call raises it when that call is
     planned.
@@ -65,6 +66,7 @@ def register_rule(
 
 
 def _decorate(fn: Callable[..., Any], text: str, static_argnums: tuple[int, ...], options: dict[str, Any]) -> Any:
+    """Return `fn` as a `RuledFunction` with the rule `text`; `options` are those of `parse_call_rule`."""
     name = getattr(fn, "__name__", "function")
     return RuledFunction(fn, parse_call_rule(name, text, **options), static_argnums)
 
@@ -79,12 +81,16 @@ class RuledFunction:
         static_argnums: tuple[int, ...],
         work: CallWork | None = None,
     ) -> None:
-        """Wrap `fn`; `work` is the cost of one call, in which FLOPs that the rule counts take precedence."""
+        """Wrap `fn`; `work` is the cost of one call, in which FLOPs that the rule counts take precedence.
+
+        Without `work` the call costs the rule's FLOPs only.
+        """
         self.fn, self.rule, self.static_argnums, self.work = fn, rule, static_argnums, work or CallWork()
         functools.update_wrapper(self, fn, updated=())
 
     @functools.cached_property
     def _partitioned(self) -> Any:
+        """The function under JAX's `custom_partitioning`."""
         from jax.experimental.custom_partitioning import custom_partitioning
 
         call = custom_partitioning(self.fn, static_argnums=self.static_argnums)
@@ -93,6 +99,7 @@ class RuledFunction:
         return call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function as one op of the program, with the results of the original function."""
         return self._partitioned(*args, **kwargs)
 
 
@@ -100,12 +107,14 @@ class Partition:
     """The partitioning callback of `custom_partitioning`: the function on shards, and its operand and result specs."""
 
     def __init__(self, fn: Callable[..., Any], rule: CallRule, static_argnums: tuple[int, ...], work: CallWork) -> None:
+        """Store the arguments, which are those of `RuledFunction`."""
         self.fn, self.rule, self.static_argnums, self.work = fn, rule, static_argnums, work
 
     def __call__(self, *given: Any) -> tuple[Any, Callable[..., Any], Any, Any]:
         """Return the mesh, the function on shards, and the shardings of results and of operands.
 
-        `given` is `(*static, mesh, operands, results)`, the last two pytrees of shapes with shardings.
+        `given` is `(*static, mesh, operands, results)`, the last two pytrees of shapes with shardings. A factor has the
+        axes of the first tensor that splits it, and an axis splits the first such factor only.
         """
         import jax
         from jax.sharding import NamedSharding
@@ -166,7 +175,7 @@ def jax_notation(bound: BoundRule) -> tuple[str, dict[str, Any]]:
 
 
 def _split_factors(dims: Any, sharding: Any, mesh: Any) -> list[tuple[int, tuple[str, ...]]]:
-    """Return (first factor, axes) of every dim that a sharding splits."""
+    """Return (first factor, axes) of every dim that a sharding splits, without axes of one device."""
     spec = getattr(sharding, "spec", None) or ()
     splits = []
     for factors, entry in zip(dims, spec, strict=False):
@@ -178,7 +187,7 @@ def _split_factors(dims: Any, sharding: Any, mesh: Any) -> list[tuple[int, tuple
 
 
 def _spec(dims: Any, axes: dict[int, tuple[str, ...]]) -> Any:
-    """Return the `PartitionSpec` of a tensor's factors; `axes` are the mesh axes of each factor."""
+    """Return the `PartitionSpec` of a tensor with these factors for each dim; the first factor's `axes` split a dim."""
     from jax.sharding import PartitionSpec
 
     return PartitionSpec(*((axes.get(factors[0]) or None) if factors else None for factors in dims))

@@ -15,6 +15,7 @@ from autoshard.errors import UserError
 
 
 INPUT, CONTEXT = "input", "context"
+"""Names of the layer's input, and of the input of attention's last projection."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,7 +36,10 @@ def chosen_name(path: str, names: Iterable[str]) -> str | None:
 
 
 def mark_of(path: str) -> str | None:
-    """Return the name to mark the value at `path` with, or None for no mark. Records that the layer has the value."""
+    """Return the name to mark the value at `path` with, or None for no mark and outside of `naming`.
+
+    The path is recorded as a value of the layer.
+    """
     layer = _layer.get()
     if layer is None:
         return None
@@ -44,7 +48,7 @@ def mark_of(path: str) -> str | None:
 
 
 def mark(value: Any, path: str) -> Any:
-    """Mark a JAX value of a layer with `checkpoint_name` if the layer's policy names it."""
+    """Return a JAX value marked with `checkpoint_name` if the layer's policy names it, else unchanged."""
     name = mark_of(path)
     if name is None:
         return value
@@ -55,7 +59,7 @@ def mark(value: Any, path: str) -> Any:
 
 @contextlib.contextmanager
 def naming(names: Sequence[str], found: dict[str, None]) -> Iterator[None]:
-    """Mark the values that `names` refer to while inside, and record in `found` all values that have names."""
+    """Mark the values that `names` refer to while inside, and record in `found` the paths of all values."""
     token = _layer.set(_Layer(names, found))
     try:
         yield
@@ -64,7 +68,7 @@ def naming(names: Sequence[str], found: dict[str, None]) -> Iterator[None]:
 
 
 def short_names(paths: Iterable[str]) -> dict[str, str]:
-    """Return for the path of each value its shortest end that refers to no other value."""
+    """Return for the path of each value its shortest end, cut at dots, that refers to no other value."""
     known = list(paths)
     shortest = {}
     for path in known:
@@ -75,7 +79,10 @@ def short_names(paths: Iterable[str]) -> dict[str, str]:
 
 
 def check_names(remat: str, names: Iterable[str], found: Iterable[str], what: str) -> None:
-    """Raise `UserError` for a name that refers to no value of the model `what`."""
+    """Raise `UserError` for the first of `names` that refers to no value of the model `what`.
+
+    `found` are the paths of the values, and `remat` is the policy's text in the error.
+    """
     known = list(found)
     for name in names:
         if not any(chosen_name(path, [name]) for path in known):

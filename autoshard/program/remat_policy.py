@@ -13,9 +13,13 @@ from autoshard.errors import UserError
 
 
 BASES = ("none", "dots", "full")
-"""Policies for the values of a layer that are not named."""
+"""Policies for the values of a layer that are not named.
+
+`none` recomputes nothing, `dots` all but the results of matmuls without batch dims, `full` everything.
+"""
 
 _LISTS = ("keep", "offload")
+"""Names of the lists of values in a policy's text, and of the fields of `Policy`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,6 +39,7 @@ class Policy:
         return (*self.keep, *self.offload)
 
     def __str__(self) -> str:
+        """Return the text that `read_policy` parses into this policy."""
         lists = [f"{key}={'/'.join(getattr(self, key))}" for key in _LISTS if getattr(self, key)]
         return ",".join([self.base, *lists])
 
@@ -80,7 +85,7 @@ def unknown_remat(text: str) -> UserError:
 def jax_policy(
     policy: Policy, names: Mapping[str, Sequence[str]] | None = None, mapped: int = 0
 ) -> Callable[..., Any] | None:
-    """Return the policy for `jax.checkpoint`; None for `none`.
+    """Return the policy for `jax.checkpoint`; None for `none`, whose layers need no checkpoint.
 
     - `names`: for a value, the names that the program marks it with by `checkpoint_name`; by default the value's own
       name.

@@ -12,6 +12,7 @@ from autoshard.program.program_record import Role
 
 
 Roles = Mapping[str, Role | str] | Callable[[str], Role | str | None]
+"""Roles by prefix of arguments' names, or a function from a name to a role or None."""
 
 _OPTIMIZER = re.compile(
     r"(^|[._])(opt|optim|optimizer|opt_state|mu|nu|adam|momentum|moments?|velocity|trace)([._]|$|_?state)",
@@ -41,7 +42,8 @@ _WEIGHT = re.compile(r"(^|\.)(key|kv|carry)\.(kernel|bias|weight|embedding)(\.va
 def user_role(roles: Roles | None, name: str) -> Role | None:
     """Return the role that the user gives to `name`: that of the longest matching prefix, or the callable's result.
 
-    Raises `UserError` for a role that does not exist.
+    A prefix ends at a dot or at the name's end; an empty one matches all names. None is for a name without a role.
+    Raises `UserError` for a role that does not exist, and for roles in another form.
     """
     if roles is None:
         return None
@@ -56,7 +58,10 @@ def user_role(roles: Roles | None, name: str) -> Role | None:
 
 
 def check_used(roles: Roles | None, names: Sequence[str]) -> None:
-    """Raise `UserError` for a prefix that matches no argument, since it is nearly always a typing mistake."""
+    """Raise `UserError` for a prefix that matches none of the arguments' `names`, nearly always a typing mistake.
+
+    A callable or None is not checked.
+    """
     if not isinstance(roles, Mapping):
         return  # `user_role` checks a callable
     for prefix in roles:
@@ -76,13 +81,18 @@ def is_telling(name: str) -> bool:
 
 
 def is_numbered(name: str, position_name: str) -> bool:
-    """Return True for a leaf of nested tuples or lists whose argument's own name does not tell its content."""
+    """Return True for a leaf of nested tuples or lists whose argument's own name does not tell its content.
+
+    `position_name` is the name of the argument, and `name` that of the leaf: the former and numbers.
+    """
     path = name.removeprefix(position_name).strip(".")
     return bool(path) and path.replace(".", "").isdecimal() and not is_telling(position_name)
 
 
 def by_use(names: Sequence[str], leaves: Sequence[Any], uses: Mapping[int, mlir.Use]) -> dict[int, Role]:
-    """Return the roles of updated leaves that only have numbers, as far as the ops that use them tell.
+    """Return leaf number -> role of updated leaves that only have numbers, as far as the ops that use them tell.
+
+    `names` and `leaves` are those of all arguments, and `uses` has the leaves in question. Only floats with dims count.
 
     A leaf that is only combined with values of its own shape is optimizer state if a weight of that shape is in its
     list. A list of only such leaves is optimizer state if it mirrors all weights, else other state. Keras passes a
@@ -109,12 +119,15 @@ def by_use(names: Sequence[str], leaves: Sequence[Any], uses: Mapping[int, mlir.
 def guess(
     name: str, position_name: str, leaf: Any, *, optax: bool, tied: bool, any_state: bool, container: bool
 ) -> Role:
-    """Return the role of one leaf, guessed from its position and name.
+    """Return the role of one leaf, guessed from its position, name and dtype.
 
+    - `name`, `position_name`: names of the leaf and of its positional argument.
     - `optax`: True if the leaf is inside an optax state.
-    - `tied`: True if the function returns it updated.
-    - `any_state`: True if some argument is tied, so that any other is data.
+    - `tied`: True if the function returns it updated. Float arrays are then parameters or optimizer state, by name.
+    - `any_state`: True if some argument is tied, so that any other is data unless its position has a weight's name.
     - `container`: True if the leaf is part of a pytree, False if it is a positional argument.
+
+    Random keys, caches, counters and scalars are `OTHER`. The first rule that applies counts, in the order of the code.
     """
     dtype = str(leaf.dtype)
     floating = dtype.startswith(("float", "bfloat", "complex"))
@@ -142,7 +155,10 @@ def guess(
 
 
 def checked(role: Any, name: str) -> Role | None:
-    """Return the `Role` with this name; None for None. Raises `UserError` for a role that does not exist."""
+    """Return `role`, a `Role` or its text, as a `Role`; None for None.
+
+    Raises `UserError`, with the argument's `name`, for a role that does not exist.
+    """
     if role is None:
         return None
     try:
@@ -158,10 +174,14 @@ _STATE_NAME = re.compile(r"^(param|weight|state|opt|theta|model|variables|cache|
 """Names of arguments that count as state even if they are single arrays."""
 
 Aval = tuple[tuple[int, ...], str]
+"""Shape and dtype of a leaf."""
 
 
 def subtrees(treedef: Any, start: int = 0) -> list[tuple[int, Any]]:
-    """Return every subtree of `treedef` as (index of its first leaf, subtree), outermost first."""
+    """Return every subtree of `treedef`, itself included, as (index of its first leaf, subtree), outermost first.
+
+    `start` is the index of the first leaf of `treedef`.
+    """
     trees = [(start, treedef)]
     offset = start
     for child in treedef.children():
@@ -171,7 +191,10 @@ def subtrees(treedef: Any, start: int = 0) -> list[tuple[int, Any]]:
 
 
 def check_ties(ties: Any, argument_avals: Sequence[Aval], result_avals: Sequence[Aval]) -> None:
-    """Raise `UserError` for a tie to a leaf that does not exist, that is tied already, or that has another shape."""
+    """Raise `UserError` for a tie to a leaf that does not exist, that is tied already, or that has another shape.
+
+    Dtypes may differ. Ties that are no mapping raise it too.
+    """
     if not isinstance(ties, Mapping):
         raise UserError(f"ties is {ties!r}; expected a dict from leaves of the arguments to leaves of the results.")
     for leaf, result in ties.items():
@@ -239,7 +262,7 @@ def tie(
 def _match(
     treedef: Any, avals: list[Aval], parts: Sequence[tuple[int, Any]], result_avals: Sequence[Aval], taken: set[int]
 ) -> range | None:
-    """Return the leaves of a free part of the result with the same structure, shapes and dtypes; None if there is none.
+    """Return the leaves of the first free part of the result with the same structure, shapes and dtypes; None without.
 
     - `treedef`, `avals`: structure and leaves of the argument.
     - `parts`: subtrees of the result with the index of their first leaf.

@@ -15,10 +15,13 @@ Choices = Mapping[str, tuple[Any, ...]]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _ATTRIBUTE = "autoshard_choices"
+"""Attribute of a function with the choices that a decorator declares."""
 
 
 def choices(**values: Sequence[Any]) -> Callable[[_Function], _Function]:
-    """Declare the values from which the planner may choose for arguments of a function that returns a program.
+    """Return a decorator that declares the values from which the planner may choose for a function's arguments.
+
+    The function returns a program, and is itself unchanged.
 
     ::
 
@@ -28,8 +31,8 @@ def choices(**values: Sequence[Any]) -> Callable[[_Function], _Function]:
 
     A recipe is one value of each argument. `autoshard.plan(program, ...)` and `autoshard plan model.py` plan the
     program for every recipe that may be faster than the best one so far. They return the plan that is fastest for each
-    element of the batch. Values are texts, numbers and booleans. Raises `UserError` for a name that the function does
-    not take, and for values of other types.
+    element of the batch. Values are texts, numbers, booleans and None. Raises `UserError` for a name that the function
+    does not take, and for values of other types. An empty list, or one that repeats a value, raises it too.
     """
 
     def decorate(function: _Function) -> _Function:
@@ -40,12 +43,16 @@ def choices(**values: Sequence[Any]) -> Callable[[_Function], _Function]:
 
 
 def choices_of(function: Any) -> Choices:
-    """Return the values that `choices` declared for a function; none for any other."""
+    """Return the values that `choices` declared for a function; empty for any other object."""
     return getattr(function, _ATTRIBUTE, {})
 
 
 def checked_choices(values: Mapping[str, Any], function: Any, where: str) -> Choices:
-    """Return the values by name. Raises `UserError`, as `choices` does, about the function that `where` names."""
+    """Return the values by name as tuples.
+
+    Raises `UserError`, as `choices` does, about the function that `where` names. It also does for a `function` that is
+    not callable.
+    """
     if not callable(function):
         raise UserError(f"{where} has choices, but is no function that could take them; define it with `def`.")
     parameters = inspect.signature(function).parameters.values()
@@ -81,14 +88,17 @@ EXCHANGES = ("auto", "gather", "heads", "ring")
 
 
 def check_exchange_name(exchange: str) -> str:
-    """Return the name. Raises `UserError` for an unknown one."""
+    """Return the name, one of `EXCHANGES`, unchanged. Raises `UserError` for an unknown one."""
     if exchange not in EXCHANGES:
         raise UserError(f"exchange `{exchange}` is not known; use {', '.join(EXCHANGES[:-1])} or {EXCHANGES[-1]}.")
     return exchange
 
 
 def sharding_notes(counts: mlir.ConstraintCounts, lifted: bool = False) -> tuple[str, ...]:
-    """Return notes on the shardings in the program that a plan respects or ignores; with `lifted`, that it removes."""
+    """Return notes on the shardings in the program that a plan respects or ignores, one for each kind that it has.
+
+    With `lifted` they state that constraints and argument specs are removed.
+    """
     notes: list[str] = []
     if counts.constraints:
         one = counts.constraints == 1
@@ -115,7 +125,8 @@ def sharding_notes(counts: mlir.ConstraintCounts, lifted: bool = False) -> tuple
 def lift_constraints(program: Program) -> Program:
     """Return the program without its own sharding constraints and argument specs; manual regions stay.
 
-    The program that runs has none either. Returns the same record if there is nothing to remove.
+    The program that runs has none either. Its fingerprint changes, and notes state the removal. Returns the same record
+    if there is nothing to remove.
     """
     with mlir.new_context() as context:
         module = mlir.parse_module(program.module, context)

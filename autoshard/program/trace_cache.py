@@ -28,14 +28,22 @@ _SOURCES = ("program/**/*.py", "mlir/*.py", "base/call_rules.py", "base/disk_cac
 def open_config(config: str, options: Mapping[str, Any], trace: Callable[[], Program]) -> Program:
     """Return the program of `hf:config` from disk, or else trace it by `trace` and store it.
 
-    A program from disk can be planned; its `fn` traces the model when it is called. Raises the errors of `trace`.
+    The key is the configuration's name and fields, the options, and versions of packages and sources. A program from
+    disk can be planned; its `fn` traces the model when it is called. Raises the errors of `trace`.
+
+    - `config`: text after `hf:`.
+    - `options`: options of the step, which must be JSON values.
     """
     name, fields = read_config(config)
     return _open([name, fields, sorted(options.items())], trace)
 
 
 def open_file(path: Path, roles: Mapping[str, Any] | None, trace: Callable[[], Program]) -> Program:
-    """Return the program of a module in a file from disk, or else trace it by `trace` and store it."""
+    """Return the program of a module in a file from disk, or else trace it by `trace` and store it.
+
+    The key is the file's name and content, and `roles`: roles of arguments by name. A file that cannot be read is
+    traced, which reports the error.
+    """
     try:
         content = hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:
@@ -44,7 +52,10 @@ def open_file(path: Path, roles: Mapping[str, Any] | None, trace: Callable[[], P
 
 
 def _open(said: Any, trace: Callable[[], Program]) -> Program:
-    """Return the program of the key `said` from disk, or else trace and store it."""
+    """Return the program of the key `said`, a JSON value, from disk, or else trace and store it.
+
+    An entry that cannot be decoded is traced again and overwritten.
+    """
     key = key_of(said, _PACKAGES, _SOURCES)
     body = read_entry(_KIND, key)
     if body is not None:
@@ -58,7 +69,7 @@ def _open(said: Any, trace: Callable[[], Program]) -> Program:
 
 
 def _encode(program: Program) -> bytes:
-    """Return a program as the bytes of an entry."""
+    """Return a program as the bytes of an entry; the program is lowered for all platforms for that."""
     head = {
         field: getattr(program, field)
         for field in (
@@ -99,7 +110,10 @@ def _other_modules(program: Program) -> Iterator[tuple[str, bytes]]:
 
 
 def _decode(body: bytes, trace: Callable[[], Program]) -> Program:
-    """Return the program of an entry; its function and missing platforms are traced on demand."""
+    """Return the program of an entry; its function and missing platforms are traced on demand.
+
+    Raises `ValueError`, `TypeError` or `KeyError` for an entry of another format.
+    """
     text, _, rest = body.partition(b"\n")
     head = json.loads(text)
     module, others, end = rest[: len(rest) - sum(head["sizes"].values())], {}, len(rest)
@@ -133,5 +147,6 @@ def _decode(body: bytes, trace: Callable[[], Program]) -> Program:
 
 
 def _arguments(rows: list[dict[str, Any]]) -> Iterator[Argument]:
+    """Yield the arguments of an entry's rows."""
     for row in rows:
         yield Argument(**{**row, "shape": tuple(row["shape"]), "role": Role(row["role"])})

@@ -16,22 +16,24 @@ from autoshard.planning import pattern
 
 
 def clean(name: str, width: int | None = None) -> str:
-    """Replace characters in `name` that could move a cursor or reverse the text; shorten the name to `width`.
+    """Replace characters in `name` that are not printable, since they could move a cursor or reverse the text.
 
-    A name that is too long loses its middle, since its module and its last word distinguish it from others.
+    The result has at most `width` characters; None does not limit it. A name that is too long loses its middle to `…`,
+    since its module and its last word distinguish it from others.
     """
     text = "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in name)
     if width is None or len(text) <= width:
         return text
+    # The end has twice the letters of the beginning: last words differ more often.
     head = (width - 1) // 3
     return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
 
 
 class Printable:
-    """Renderable for rich that replaces characters which could move a cursor or reverse the text.
+    """Renderable for rich that shows `shown`, with characters replaced that could move a cursor or reverse the text.
 
     Reports clean the names that they know. This class protects every report, and names in plans that others have
-    edited.
+    edited. Line ends and rich's own control codes stay.
     """
 
     def __init__(self, shown: Any) -> None:
@@ -46,11 +48,14 @@ class Printable:
 
 
 def breakable(name: str) -> str:
-    """Insert a zero-width space after dots, slashes and underscores, where the name may break into lines."""
+    """Insert a zero-width space after each run of dots, slashes and underscores, where the name may break
+    into lines.
+    """
     return re.sub(r"(?<=[./_])(?=[^./_])", "\u200b", name)
 
 
 _TRACED = re.compile(r"^(transpose|jvp|vmap|jit|pjit|remat|checkpoint|custom_\w+)\((.*)\)$")
+"""JAX's transforms around a part of an op's name."""
 _NOISE = {
     "while",
     "body",
@@ -63,12 +68,14 @@ _NOISE = {
     "scan",
     "",
 }
+"""Parts of an op's name that are of no use to people."""
 
 
 def readable(cause: str) -> str:
-    """Simplify JAX's name of an op for people; other names stay as they are.
+    """Simplify JAX's name of an op for people; names without `jit(` are returned unchanged.
 
-    `jit(f)/transpose(jvp())/while/body/linear/dot_general` becomes `linear/dot_general (backward, in a loop)`.
+    `jit(f)/transpose(jvp())/while/body/linear/dot_general` becomes `linear/dot_general (backward, in a loop)`. Text
+    before `jit(` is dropped, unless no part of the name is left.
     """
     start = cause.find("jit(")
     if start < 0:
@@ -94,7 +101,10 @@ def readable(cause: str) -> str:
 
 
 def fold(names: Iterable[str], key: Callable[[str], Any]) -> list[tuple[str, list[str]]]:
-    """Group names with equal patterns and equal `key`, in order of first appearance: (displayed name, members)."""
+    """Group names with equal patterns and equal `key`, in order of first appearance: (displayed name, members).
+
+    The displayed name is the pattern, with numbers replaced, or the name itself for a single member.
+    """
     groups: dict[tuple[str, Any], list[str]] = {}
     for name in names:
         groups.setdefault((pattern(name), key(name)), []).append(name)
@@ -102,7 +112,7 @@ def fold(names: Iterable[str], key: Callable[[str], Any]) -> list[tuple[str, lis
 
 
 def save_picture(figure: Any, path: str | os.PathLike[str]) -> None:
-    """Write a matplotlib figure in the format of the suffix.
+    """Write a matplotlib figure in the format of the suffix of `path`, atomically, at 150 dots per inch.
 
     Raises `UserError` for a suffix that matplotlib does not support, and if the file cannot be written.
     """
@@ -129,10 +139,13 @@ def write_text(path: Path, text: str) -> None:
 class ProgressLine:
     """Progress display: call it with one line at the start of every phase; it prints the previous phase's duration.
 
-    It writes to stderr only, so that stdout stays free for the answer.
+    It writes to stderr by default, so that stdout stays free for the answer. Durations are printed on a terminal only;
+    a stream that is none gets the lines alone. With `quiet` it prints nothing. As a context manager it ends the last
+    phase on exit.
     """
 
     def __init__(self, quiet: bool = False, stream: TextIO | None = None):
+        """Prepare the display on `stream`, or stderr by default; a terminal gets a moving status line."""
         self._stream = stream or sys.stderr
         self._quiet = quiet
         self._phase: tuple[str, float] | None = None
@@ -152,6 +165,7 @@ class ProgressLine:
             self._status.stop()
 
     def __call__(self, line: str) -> None:
+        """End the present phase and start the phase `line`."""
         if self._quiet:
             return
         line = clean(line)  # the line may contain names from a plan, which must not hide text
@@ -166,7 +180,7 @@ class ProgressLine:
             print(line, file=self._stream, flush=True)
 
     def _finish(self, failed: bool = False) -> None:
-        """Print the phase that ends, with its duration or as failed."""
+        """Print the phase that ends, with its duration or as failed, on a terminal; print nothing without a phase."""
         if self._phase and self._status:
             line, start = self._phase
             mark, style = ("failed", "red") if failed else (f"{time.perf_counter() - start:.1f} s", "dim")

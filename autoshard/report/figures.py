@@ -12,8 +12,8 @@ from autoshard.planning import Plan, Prediction
 def plan_figures(plan: Plan, wall_s: Mapping[str, float] | None = None) -> dict[str, Any]:
     """Return the object that `autoshard plan --json` prints. Times are in seconds, sizes in bytes of one device.
 
-    `wall_s` is the duration of each phase of planning, which a saved plan does not know. Unknown or unbounded figures
-    are `None`.
+    `wall_s` is the duration of each phase of planning, which a saved plan does not know; without it the entry is
+    absent. Unknown or unbounded figures are `None`.
     """
     figures: dict[str, Any] = {
         "program": plan.program_name,
@@ -41,7 +41,10 @@ def plan_figures(plan: Plan, wall_s: Mapping[str, float] | None = None) -> dict[
 
 
 def pipeline_figures(plan: Plan) -> dict[str, Any] | None:
-    """Return the stages of a plan, with step time, bubble and microbatches in flight; None without a pipeline."""
+    """Return the fields of a plan's pipeline, with step time in seconds, bubble and microbatches in flight.
+
+    The bubble is a fraction of the stages' time. None without a pipeline.
+    """
     if plan.pipeline is None:
         return None
     timetable = plan.pipeline.timetable()
@@ -54,7 +57,7 @@ def pipeline_figures(plan: Plan) -> dict[str, Any] | None:
 
 
 def prediction_figures(prediction: Prediction) -> dict[str, Any]:
-    """Return a prediction as plain values."""
+    """Return a prediction as plain values: seconds, bytes and fractions; None for an unknown or infinite figure."""
     return {
         "step_time_s": _finite(prediction.step_time_s),
         "compute_s": _finite(prediction.compute_s),
@@ -70,19 +73,21 @@ def prediction_figures(prediction: Prediction) -> dict[str, Any]:
 
 
 def best_baseline(plan: Plan) -> tuple[str, Prediction] | None:
-    """Return the fastest baseline that fits; None if none fits."""
+    """Return (name, prediction) of the fastest baseline that fits; None if none fits."""
     fitting = [(name, baseline) for name, baseline in plan.baselines.items() if baseline.fits]
     return min(fitting, key=lambda item: item[1].step_time_s, default=None)
 
 
 def tensor_bytes(shape: tuple[int, ...], dtype: str) -> int:
-    """Return the size of a whole tensor in bytes: `bfloat16` has 2 per element, `int4` half, `bool` one, `key<fry>`
-    8.
+    """Return the size of a whole tensor in bytes, rounded up: `bfloat16` has 2 per element, `int4` half, `bool` one.
+
+    A `key<fry>` has 8.
     """
     return math.ceil(math.prod(shape) * dtype_bits(dtype) / 8)
 
 
 def _finite(value: float | None) -> float | None:
+    """Return the value, or None for an infinite one and NaN."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -91,7 +96,10 @@ SHOWN = 6
 
 
 def fixed_lines(plan: Plan) -> tuple[str, ...]:
-    """Return one line for each thing that the user asked for, then for each spec that the program fixes."""
+    """Return one line for each thing that the user asked for, then for each spec that the program fixes.
+
+    The first `SHOWN` of the program's own specs are listed, and the rest is counted in a last line.
+    """
     origin, lines = plan.origin, []
     for asked in origin.asked:
         count = sum(asked in why for why in origin.pinned.values())

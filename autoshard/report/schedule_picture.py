@@ -32,7 +32,10 @@ def schedule_report(plan: Plan) -> RenderableType | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Drawn:
-    """Renderable of a pipeline's schedule for rich."""
+    """Renderable of a pipeline's schedule for rich: its words, then a row for each stage and a legend.
+
+    The rows and the legend are left out if fewer than 20 characters remain for a row, or if the step takes no time.
+    """
 
     pipeline: PlannedPipeline
 
@@ -60,7 +63,7 @@ class _Drawn:
 
 
 def _row(drawn: Timetable, row: tuple[StageWork, ...], width: int) -> Text:
-    """Draw the row of a stage; each piece begins with the last digit of its microbatch, if there is room.
+    """Return the row of a stage; each piece of two or more characters begins with the last digit of its microbatch.
 
     - `drawn`: the timetable, for its step time.
     - `row`: pieces of work of the stage.
@@ -79,7 +82,11 @@ def _row(drawn: Timetable, row: tuple[StageWork, ...], width: int) -> Text:
 
 
 def schedule_picture(plan: Plan) -> dict[str, Any] | None:
-    """Return the picture for the page: boxes of each stage with place and width in percent, words, and total height."""
+    """Return the picture for the page: boxes of each stage with place and width in percent, words, and total height.
+
+    Heights are in pixels, `seconds` is the step time. Above `BOXES` pieces, consecutive ones of one kind are joined.
+    None without a pipeline, or if the step takes no time.
+    """
     pipeline = plan.pipeline
     if pipeline is None:
         return None
@@ -105,7 +112,7 @@ def schedule_picture(plan: Plan) -> dict[str, Any] | None:
 
 
 def _joined(row: tuple[StageWork, ...]) -> list[tuple[StageWork, str]]:
-    """Join consecutive pieces of one kind that have no bubble between them."""
+    """Join consecutive pieces of one kind that have no bubble between them; return (piece, empty label) for each."""
     joined: list[tuple[StageWork, str]] = []
     for work in row:
         before = joined[-1][0] if joined else None
@@ -118,7 +125,13 @@ def _joined(row: tuple[StageWork, ...]) -> list[tuple[StageWork, str]]:
 
 
 def _box(work: StageWork, label: str, scale: float, chunks: bool) -> dict[str, Any]:
-    """Return place, width, label and tooltip of one piece of work; `scale` is percent of the picture per second."""
+    """Return place, width, label and tooltip of one piece of work.
+
+    The label is empty if the box is too narrow for it; a joined piece has none, and its tooltip names no microbatch.
+
+    - `scale`: percent of the picture per second.
+    - `chunks`: True to name the chunk in the tooltip.
+    """
     x, width = work.start_s * scale, (work.end_s - work.start_s) * scale
     kind = "backward" if work.backward else "forward"
     of = f" of microbatch {work.microbatch}" + (f", chunk {work.chunk}" if chunks else "") if label else ""
@@ -133,6 +146,6 @@ def _box(work: StageWork, label: str, scale: float, chunks: bool) -> dict[str, A
 
 
 def _modules(pipeline: PlannedPipeline, stage: int) -> str:
-    """Name the modules of a stage, if the plan names them."""
+    """Return the first and last modules of a stage's chunks as text; empty if the plan does not name them."""
     named = [chunk.modules for chunk in pipeline.chunks[stage :: pipeline.stages] if chunk.modules]
     return ", ".join(" to ".join(dict.fromkeys(modules)) for modules in named)

@@ -18,6 +18,7 @@ from autoshard.serving.decoder_estimate import StepAsked, StepEstimate, estimate
 REMATS = ("none", "dots", "full")
 """Remat policies that are estimated by default."""
 _ITEMSIZES = {"bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "f32": 4, "fp32": 4, "float32": 4}
+"""Dtypes of parameters and optimizer moments that have an estimate -> bytes of an element."""
 _KINDS = {
     Role.PARAMETER: "parameters",
     Role.FROZEN: "parameters",
@@ -25,6 +26,7 @@ _KINDS = {
     Role.BATCH: "batch",
     Role.OTHER: "other",
 }
+"""Role of an argument of a traced program -> kind of memory in its estimate."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,15 +34,17 @@ class ModelEstimate:
     """An estimate for one model on one topology."""
 
     name: str
+    """Name of the estimated model."""
     topology: Topology
     parameters: int
+    """Number of the model's parameters, over all devices."""
     estimate: StepEstimate
     counted: bool
     """True if the estimate is computed from the model's dims; False for lower bounds from its traced program."""
 
 
 def config_decoder(config: str) -> Decoder | None:
-    """Return the decoder of `hf:CONFIG`, with its counts; None for another kind of model.
+    """Return the decoder of `CONFIG` or `hf:CONFIG`, with its counts; None for another kind of model.
 
     Raises `UserError` if there is no such configuration.
     """
@@ -59,18 +63,21 @@ def estimate_config(
     remat: str | None = None,
     **dtypes: str | None,
 ) -> list[ModelEstimate]:
-    """Return estimates of a decoder's step, one for each remat policy in training; empty for a model of unknown form.
+    """Return estimates of a decoder's step, each on its best layout; empty for a model that is no known decoder.
+
+    Training without `remat` has one for each of `REMATS`, in that order; else there is one estimate.
 
     - `config`: `hf:CONFIG`.
-    - `train`: True for a training step.
+    - `train`: True for a training step; None or False for a forward pass, or for `serve`.
     - `serve`: `prefill` or `decode`; None for training or a forward pass.
-    - `batch`: number of sequences, by default one for each device.
+    - `batch`: number of sequences over all devices, by default one for each device.
     - `seq`: tokens of a sequence, by default the model's context up to 1024.
-    - `cache`: tokens of the key-value cache.
-    - `remat`: the only policy to estimate.
-    - `dtypes`: `param_dtype` and `state_dtype`.
+    - `cache`: tokens of the key-value cache; used for `decode` alone, if above `seq`.
+    - `remat`: the only policy to estimate, in training.
+    - `dtypes`: `param_dtype`, by default float32 in training and else bfloat16; `state_dtype`, by default float32.
 
-    Raises `UserError` for options that contradict one another.
+    Raises `UserError` for options that contradict one another, an unknown dtype or policy, and a batch that no layout
+    divides.
     """
     decoder = config_decoder(config)
     if decoder is None:
@@ -108,10 +115,11 @@ def estimate_config(
 
 
 def fewest_devices(config: str, found: Sequence[ModelEstimate], **options: Any) -> dict[str, Topology | None]:
-    """Return, for each chip on which no estimate of `found` fits, the smallest topology on which one does.
+    """Return, for each chip's name on which no estimate of `found` fits, the smallest topology on which one does.
 
     `options` are those of `estimate_config`. None stands for more devices than `larger_topologies` tries. A traced
-    program needs at least its arguments' share of each device, so its topology is a lower bound.
+    program needs at least its arguments' share of each device, so its topology is a lower bound. Chips whose devices
+    share one machine's memory, such as CPUs, are left out.
     """
     by_chip: dict[str, list[ModelEstimate]] = {}
     for each in found:
@@ -142,13 +150,18 @@ def _fits(config: str, place: Topology, options: Mapping[str, Any]) -> bool:
 
 
 def _itemsize(dtype: str, flag: str) -> int:
+    """Return the bytes of an element; raise `UserError`, naming the option `flag`, for a dtype without an estimate."""
     if dtype not in _ITEMSIZES:
         raise UserError(f"--{flag.replace('_', '-')} {dtype} is not estimated; give {' or '.join(_ITEMSIZES)}.")
     return _ITEMSIZES[dtype]
 
 
 def least_estimate(program: Program, topology: Topology) -> ModelEstimate:
-    """Return the least that any plan of a traced program needs: arguments split over all devices, and arithmetic."""
+    """Return the least that any plan of a traced program needs: arguments split over all devices, and arithmetic.
+
+    The step time is that of the arithmetic alone, without communication. The estimate has no layout, and batch and
+    sequence length 0. MFU is 0 if the program has no model FLOPs.
+    """
     reading = analyse_program(program, topology.backend, kept=True)
     seconds = least_seconds(reading.graph, topology, load_calibration(topology.chip))
     sizes = dict.fromkeys(_KINDS.values(), 0.0)

@@ -35,11 +35,13 @@ class StepAsked:
     """The step whose memory and time are estimated."""
 
     batch: int
+    """Number of sequences over all devices."""
     seq: int
     """Tokens of a sequence; in a decoding step those in its cache."""
     kind: str = "train"
     """`train`, `infer` (a forward pass), `prefill` or `decode`."""
     remat: str = "none"
+    """The policy of recomputation in training, one of `REMATS`."""
     param_bytes: float = 4
     """Bytes of one stored parameter."""
     state_bytes: float = 4
@@ -60,13 +62,13 @@ class StepAsked:
 
     @property
     def tokens(self) -> int:
-        """Tokens that the step computes."""
+        """Number of tokens that the step computes on all devices; a decoding step has one for each sequence."""
         return self.batch + self.chunk if self.kind == "decode" else self.batch * self.seq
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """The degrees by which devices split a step."""
+    """The degrees by which devices split a step. The step has `data * model` devices."""
 
     data: int
     """Number of copies of the model, each with its part of the batch."""
@@ -83,7 +85,7 @@ class Layout:
         return self.model // self.groups
 
     def expert_parts(self, decoder: Decoder) -> int:
-        """Return the number of parts of whole experts in a copy."""
+        """Return `experts`, or by default the greatest common divisor of the copy's devices and the experts."""
         return math.gcd(self.model, decoder.experts) if self.experts is None else self.experts
 
 
@@ -95,13 +97,17 @@ class StepEstimate:
     """The axes `data` and `model` with their sizes."""
     asked: StepAsked
     step_time_s: float
+    """Sum of `compute_s` and `exposed_s`."""
     compute_s: float
+    """Seconds of matmuls, attention, elementwise ops and the optimizer's update."""
     exposed_s: float
     """Seconds in which devices wait for collectives."""
     bytes: Mapping[str, float]
     """Bytes of one device by kind: parameters, optimizer state, gradients, saved, temporaries, cache."""
     limit_bytes: int
+    """Usable bytes of a device's memory."""
     mfu: float
+    """Model FLOPs over those that all devices do in bf16 at their peak in the step's time, as a fraction."""
 
     @property
     def peak_bytes(self) -> float:
@@ -117,9 +123,10 @@ class StepEstimate:
 def estimate_step(
     decoder: Decoder, topology: Topology, asked: StepAsked, calibration: Calibration | None = None
 ) -> StepEstimate:
-    """Return the estimate of the fastest layout that fits, or of the one with least memory if none does.
+    """Return the estimate of the fastest layout of all devices that fits, or of the one with least memory if none does.
 
-    Raises `UserError` for an unknown remat policy, and if no layout divides the batch and the heads.
+    `calibration` has the chip's measured efficiencies; None stands for `load_calibration` of it. Layouts are those of
+    `estimates`. Raises `UserError` for an unknown remat policy, and if no layout divides the batch and the heads.
     """
     if asked.remat not in REMATS:
         raise UserError(f"--remat {asked.remat} is not estimated; give {', '.join(REMATS)}, or plan it.")
@@ -136,14 +143,20 @@ def estimate_step(
 
 
 def _least_batch(decoder: Decoder, topology: Topology) -> int:
-    """Return the smallest batch that some layout divides, with as many devices as possible splitting heads."""
+    """Return the smallest batch that some layout divides, with as many devices as possible splitting heads.
+
+    It is the number of copies of that layout; every multiple of it is divided too.
+    """
     return topology.num_devices // math.gcd(topology.num_devices, decoder.heads)
 
 
 def estimates(
     decoder: Decoder, topology: Topology, asked: StepAsked, calibration: Calibration | None = None
 ) -> Iterator[StepEstimate]:
-    """Yield an estimate for each layout that divides the batch and the heads."""
+    """Yield an estimate for each layout of all devices that divides the batch by `data` and the heads by `model`.
+
+    They are ordered by `model`, from 1. None of them has groups in attention. Estimates that do not fit are included.
+    """
     devices, compute = topology.num_devices, Compute(topology, calibration)
     for model in range(1, devices + 1):
         data = devices // model
@@ -153,7 +166,7 @@ def estimates(
 
 
 def layout_estimate(decoder: Decoder, compute: Compute, asked: StepAsked, layout: Layout) -> StepEstimate:
-    """Return the estimate of one layout."""
+    """Return the estimate of one layout, which need not divide the batch or the heads; shares may be fractions."""
     return _Estimated(decoder, compute, asked, layout).estimate()
 
 
@@ -182,7 +195,11 @@ class _Estimated:
             self.rows = self.sequences * asked.seq
 
     def estimate(self) -> StepEstimate:
-        """Return the estimate of time, memory and MFU."""
+        """Return the estimate of time, memory and MFU.
+
+        In training, gathers of parameters and scatters of gradients overlap with compute, and only the rest is exposed.
+        Exchanges between a copy's devices are always exposed.
+        """
         forward, backward = self._layers()
         head, sent = self._head(), self._exchanged()
         passes = 1.0
@@ -215,7 +232,10 @@ class _Estimated:
         return count(self.tokens * self.data, self.asked.seq)
 
     def _layers(self) -> tuple[float, float]:
-        """Return the seconds of all layers, forward, and backward without recomputation."""
+        """Return the seconds of compute in all layers: forward, and backward without recomputation.
+
+        The backward seconds are 0 outside of training. Collectives and the head are not included.
+        """
         decoder, tokens, model = self.decoder, self.tokens, self.model
         width, layers = decoder.width, decoder.layers + decoder.ahead
         value = decoder.head_size if decoder.latent is None else decoder.latent.value
@@ -252,14 +272,20 @@ class _Estimated:
         return forward, sum(transposed) + self._attention(_SPLASH_BACKWARD) + 2 * streams
 
     def _dot(self, m: float, n: float, k: float, batch: float) -> float:
-        """Return the seconds of a matmul with weights `[k, n]`; one-byte weights are multiplied in their own dtype."""
+        """Return the seconds of `batch` matmuls `[m, k] x [k, n]` with weights `[k, n]`.
+
+        Outside of training, one-byte weights are multiplied in their own dtype; all others in 16 bits.
+        """
         if self.asked.training or self.asked.param_bytes >= 2:
             return float(self.compute.dot_seconds(m, n, k, batch))
         size = batch * (2.0 * (m * k + m * n) + self.asked.param_bytes * k * n)
         return float(self.compute.dot_seconds(m, n, k, batch, self.asked.multiplied, size))
 
     def _attention(self, passes: int) -> float:
-        """Return the seconds of attention in all layers, with `passes` matmuls over the scores."""
+        """Return the seconds of attention in all layers, without projections, with `passes` matmuls over the scores.
+
+        A decoding step reads its cache once. Chunks of prompts add their self-attention.
+        """
         asked = self.asked
         if asked.kind != "decode":
             return self._over_scores(self.sequences, asked.seq, self.rows, passes)
@@ -283,7 +309,9 @@ class _Estimated:
     def _over_scores(self, sequences: float, length: int, tokens: float, passes: int) -> float:
         """Return the seconds of self-attention of one group's sequences, in all layers.
 
-        - `sequences`: number of sequences.
+        Plain attention materialises the scores and is priced as matmuls; other topologies have a fused kernel.
+
+        - `sequences`: number of sequences, possibly a fraction.
         - `length`: tokens of each.
         - `tokens`: tokens of all of them.
         - `passes`: matmuls over the scores.
@@ -313,7 +341,7 @@ class _Estimated:
         return 1 if self.decoder.latent is not None else min(self.layout.heads, self.decoder.kv_heads)
 
     def _streamed(self) -> float:
-        """Return the forward seconds of the elementwise ops of all layers.
+        """Return the forward seconds of the elementwise ops of all layers: memory traffic, and launches of kernels.
 
         If the compiler fuses ops into matmuls, only norms and the rotation of queries and keys remain.
         """
@@ -339,17 +367,20 @@ class _Estimated:
         return _KERNELS + normed + cached + (_QUANTISED if self.asked.param_bytes < 2 else 0)
 
     def _head(self) -> float:
-        """Return the forward seconds of the head; serving steps need the logits of one token per sequence only."""
+        """Return the forward seconds of the head's matmul, once more for each layer ahead.
+
+        Prefill and decoding steps need the logits of one token per sequence only.
+        """
         rows = self.asked.batch / self.data if self.asked.kind in ("prefill", "decode") else self.tokens
         columns = self.decoder.vocabulary / self.model
         return (1 + self.decoder.ahead) * float(self.compute.dot_seconds(rows, columns, self.decoder.width))
 
     def _collective(self, kind: Kind, axes: tuple[str, ...], size_bytes: float, devices: int) -> float:
-        """Return the seconds of a collective over `devices` devices; 0 for one device."""
+        """Return the seconds of a collective of the tensor's whole `size_bytes` over `axes`; 0 if `devices` is 1."""
         return float(self.wires.time(kind, axes, size_bytes)) if devices > 1 else 0.0
 
     def _exchanged(self) -> float:
-        """Return the seconds of exchanges between a copy's devices in one pass over the layers.
+        """Return the seconds of all-gathers and reduce-scatters between a copy's devices in one pass over the layers.
 
         Attention gathers the tokens of its group, all other ops those of all groups.
         """
@@ -362,7 +393,7 @@ class _Estimated:
         return layers * (within + across)
 
     def _gathered(self) -> float:
-        """Return the seconds in which all parameters, in 16 bits, are gathered over `data`."""
+        """Return the seconds in which all parameters of a device, in 16 bits, are gathered over `data` once."""
         return self._collective("all-gather", ("data",), 2.0 * self.decoder.params / self.model, self.data)
 
     def _scattered(self) -> float:
@@ -370,14 +401,18 @@ class _Estimated:
         return self._collective("reduce-scatter", ("data",), 2.0 * self.decoder.params / self.model, self.data)
 
     def _updated_bytes(self) -> float:
-        """Return the bytes that the update reads and writes: the parameter, both moments, and the gradient."""
+        """Return the bytes of one device that the update reads and writes: parameters, both moments, gradients."""
         asked = self.asked
         share = self.decoder.params / (self.data * self.model)
         # Parameter and moments are read and written. The gradient is read, in four bytes.
         return share * (2 * (asked.param_bytes + 2 * asked.state_bytes) + 4)
 
     def memory_bytes(self) -> dict[str, float]:
-        """Return the bytes of one device by kind."""
+        """Return the bytes of one device by kind; a kind that the step lacks is absent.
+
+        Training splits parameters, moments and gradients over all devices; other steps have a copy of the parameters
+        for each `data`. Only `prefill` and `decode` have a cache, of all sequences at `seq` tokens.
+        """
         decoder, asked, model = self.decoder, self.asked, self.model
         parts = model * (self.data if asked.training else 1)
         # Each group has all attention weights. Embedding and head are stored in at least two bytes.
@@ -395,6 +430,7 @@ class _Estimated:
         if asked.training:
             sizes["optimizer state"] = 2 * asked.state_bytes * decoder.params / parts
             sizes["gradients"] = asked.param_bytes * decoder.params / parts
+            # Policy -> intermediates that are saved; `dots` recomputes norms and the gated product.
             saved = {
                 "full": ("input",),
                 "dots": tuple(set(widths) - {"normed", "mlp_normed", "product"}),
@@ -402,6 +438,7 @@ class _Estimated:
             }[asked.remat]
             layers = decoder.layers + decoder.ahead
             sizes["saved"] = 2.0 * layers * self.tokens / model * sum(widths[name] for name in saved)
+            # Room for the gathered parameters of two layers, in 16 bits.
             gathered = 2.0 * 2.0 * decoder.params / layers / model if self.data > 1 else 0.0
             # Logits and their gradient are live between the last layer and its backward pass, not during a layer.
             sizes["temporaries"] = max(layer + gathered, 4.0 * self.tokens * columns)

@@ -20,9 +20,10 @@ Fewest = Mapping[str, Topology | None]
 def estimate_figures(
     found: Sequence[ModelEstimate], failed: Sequence[str] = (), fewest: Fewest | None = None
 ) -> dict[str, Any]:
-    """Return the object that `autoshard estimate --json` prints; sizes in bytes of one device.
+    """Return the object that `autoshard estimate --json` prints; sizes in bytes of one device, times in seconds.
 
-    `failed` are sentences about topologies without an estimate. An estimate that does not fit has no times.
+    `failed` are sentences about topologies without an estimate; `fewest` None counts as empty. An estimate that does
+    not fit has None for times and MFU. `remat` is None outside of training, `least` True for a lower bound.
     """
     return {
         "failed": list(failed),
@@ -58,7 +59,8 @@ def estimates_report(
 ) -> RenderableType:
     """Return a table with a column for each policy on one topology, or with a line for each of several topologies.
 
-    A topology's line has its fastest estimate that fits. `failed` and `fewest` are those of `estimate_figures`.
+    A topology's line has its fastest estimate that fits, else the one with least memory. A title and a note precede
+    the table; sentences on `failed` and `fewest`, those of `estimate_figures`, follow. `found` is not empty.
     """
     first = found[0]
     places = list(dict.fromkeys(each.topology.name for each in found))
@@ -78,11 +80,16 @@ def estimates_report(
 
 
 def _table() -> Table:
+    """Return a table without columns and rows, with the look of all tables of estimates."""
     return Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
 
 
 def _by_kind(found: Sequence[ModelEstimate]) -> Table:
-    """Return a table of one topology, with a column for each policy."""
+    """Return a table of one topology, with a column for each estimate, named by its remat policy in training.
+
+    Times and MFU have rows if any estimate fits, layout and communication if the model's dims are known. Each kind of
+    memory has a row.
+    """
     table = _table()
     training = found[0].counted and found[0].estimate.asked.training
     table.add_column(found[0].topology.name, no_wrap=True)
@@ -108,7 +115,10 @@ def _by_kind(found: Sequence[ModelEstimate]) -> Table:
 
 
 def _by_topology(found: Sequence[ModelEstimate]) -> Table:
-    """Return a table with the best estimate of each topology."""
+    """Return a table with a row for each topology: the fastest estimate that fits, else the one with least memory.
+
+    Rows that do not fit have blank times.
+    """
     table = _table()
     table.add_column("topology", no_wrap=True)
     for name in ("chips", "layout", "remat", "step", "tokens/s", "MFU", "memory", "fits"):
@@ -129,7 +139,11 @@ def _by_topology(found: Sequence[ModelEstimate]) -> Table:
 
 
 def _fit_sentence(chip: str, place: Topology | None, counted: bool) -> str:
-    """Return a sentence on the fewest devices of a chip on which the model fits."""
+    """Return a sentence on the fewest devices of a chip on which the model fits.
+
+    `place` is that topology, None if it fits on none that was tried. With `counted` False the sentence says that the
+    number is a lower bound.
+    """
     if place is None:
         return f"It fits on no number of {chip} devices that was tried; give a smaller batch, or another chip."
     least = (
@@ -139,12 +153,15 @@ def _fit_sentence(chip: str, place: Topology | None, counted: bool) -> str:
 
 
 def _order(each: ModelEstimate) -> float:
+    """Return the seconds of a step that fits, else the bytes of its peak; compare only estimates that agree in this."""
     return each.estimate.step_time_s if each.estimate.fits else each.estimate.peak_bytes
 
 
 def _layout(layout: Any) -> str:
+    """Return the sizes of the axes as text, `4x2` for `data` 4 and `model` 2."""
     return "x".join(str(size) for size in layout.values())
 
 
 def _fits(fits: bool) -> Text:
+    """Return a green `yes` or a yellow `no`."""
     return Text("yes", style="green") if fits else Text("no", style="yellow")

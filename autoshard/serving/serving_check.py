@@ -18,7 +18,7 @@ from autoshard.serving.serving_plan import ServingPlan
 
 
 _PLACES = 128
-"""A kernel's cache has a multiple of this many positions."""
+"""Positions of which the attention kernel's cache has a multiple."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,22 +30,25 @@ class CheckedStep:
     sequences: int
     """Number of sequences in the step if all devices form such engines."""
     length: int
-    """Number of tokens of a sequence, or of its prompt."""
+    """Number of tokens in the cache of a decoding sequence (the prompt and half of the answer), or of a prompt."""
     estimate: StepEstimate
+    """The closed form of the same step."""
     laid_out: Plan | None
     """Plan with weights, cache and inputs split as the serving point does; None if there is no such plan."""
     free: Plan | None
     """Plan without pinned specs, on the same mesh; None if there is no such plan."""
     failed: tuple[str, ...] = ()
-    """Reasons for each missing plan."""
+    """Messages of the errors for which plans are missing."""
 
 
 def check_serving(
     plan: ServingPlan, point: ServingPoint | None = None, progress: Callable[[str], None] | None = None
 ) -> list[CheckedStep]:
-    """Return plans of a decoding step and of a prompt step at a serving point, by default the best.
+    """Return two checked steps at a serving point, by default the best: a decoding step, then a step of prompts.
 
-    Raises `UserError` for weights or caches of one byte, for which there is no program.
+    Each is planned twice on the same mesh, with the point's splits and freely. An error of the planner leaves that plan
+    None. `progress` receives sentences on the work. Raises `UserError` for weights or caches of one byte, for which
+    there is no program.
     """
     point, asked = plan.best if point is None else point, plan.asked
     if (asked.weights, asked.cache) != ("bf16", "bf16"):
@@ -85,7 +88,10 @@ def check_serving(
 
 
 def _program(plan: ServingPlan, kind: str, **sizes: int) -> Program:
-    """Return the program of a serving step; on TPUs decoding uses the kernel for caches, if possible."""
+    """Return the program of a serving step of `kind`; `sizes` are its options `batch`, `seq` and `cache`.
+
+    Decoding on a topology with splash attention uses the kernel for caches; a model that it refuses uses plain ops.
+    """
     options: dict[str, Any] = {"serve": kind, **sizes}
     if kind == "decode" and Topology.parse(plan.topology).traits.attention == "splash":
         places = -(-sizes["cache"] // _PLACES) * _PLACES
@@ -96,7 +102,11 @@ def _program(plan: ServingPlan, kind: str, **sizes: int) -> Program:
 
 
 def _pins(specs: ServingSpecs, names: list[str]) -> dict[str, Any]:
-    """Return the pinned specs of a program with these arguments; stacked layers add leading dims to a spec."""
+    """Return the pinned specs, by argument or pattern of weights, of a program whose arguments have these names.
+
+    Weights with one dim, and concatenated weights with a split joint dim, are not pinned. Stacked layers add leading
+    dims to a spec.
+    """
     pins: dict[str, Any] = {}
     for pattern, dims in specs.weights.items():
         # A dim of several concatenated weights is split differently in serving, so it is left to the solver.

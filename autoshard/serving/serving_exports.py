@@ -13,6 +13,7 @@ from autoshard.serving.serving_plan import ServingPlan
 
 
 _DTYPES = {"bf16": "jnp.bfloat16", "fp8": "jnp.float8_e4m3fn", "int8": "jnp.int8"}
+"""Dtypes of a serving plan -> expressions in the written file."""
 _BODY = '''
 
 def serving_mesh(sizes, devices=None):
@@ -38,7 +39,11 @@ def sharding(mesh, name, ndim):
 
 
 def jax_shardings(plan: ServingPlan, point: ServingPoint | None = None) -> str:
-    """Return the text of a Python file with the shardings of a serving point, by default the best."""
+    """Return the text of a Python file with the shardings of a serving point, by default the best.
+
+    It defines sizes of mesh axes, dtypes, tables of `PartitionSpec`, and functions for meshes and shardings. With
+    separate engines for prompts it has a mesh for each kind, and tables for prompts if their splits differ.
+    """
     point = plan.best if point is None else point
     decoding = point.engines - point.prompt_engines
     apart = point.prompts is not None
@@ -65,10 +70,12 @@ def jax_shardings(plan: ServingPlan, point: ServingPoint | None = None) -> str:
 
 
 def _split(specs: ServingSpecs) -> tuple[object, ...]:
+    """Return the splits of two kinds of engines in a form to compare, without the sizes of axes."""
     return specs.weights, specs.cache, specs.inputs
 
 
 def _tables(prefix: str, specs: ServingSpecs) -> list[str]:
+    """Return the lines that define the tables of weights, cache and inputs, with `prefix` before their names."""
     return [
         *_table(f"{prefix}WEIGHTS", specs.weights, specs.joined),
         "",
@@ -80,6 +87,7 @@ def _tables(prefix: str, specs: ServingSpecs) -> list[str]:
 
 
 def _head(plan: ServingPlan, point: ServingPoint) -> str:
+    """Return the first sentence of the written file's docstring: model, topology, engines and sequences of each."""
     text = f"Shardings to serve {clean(plan.config)} on {plan.topology}: "
     if point.prompts is not None:
         text += f"{_engines(point.prompt_engines, point.prompts)} compute prompts, and "
@@ -89,6 +97,7 @@ def _head(plan: ServingPlan, point: ServingPoint) -> str:
 
 
 def _engines(count: int, engine: ServingEngine) -> str:
+    """Describe `count` engines of one kind: devices of each, and groups in attention if there are several."""
     text = f"{_counted(count, 'engine')} of {_counted(engine.devices, 'device')}"
     if engine.attention > 1:
         text += f" (in each {engine.attention} groups that have their own sequences and all weights of attention)"
@@ -96,11 +105,15 @@ def _engines(count: int, engine: ServingEngine) -> str:
 
 
 def _counted(count: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless the number is 1."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _sizes(point: ServingPoint, specs: ServingSpecs, prompts: ServingSpecs) -> list[str]:
-    """Return the lines that define the sizes of the mesh axes, of both meshes if prompts have their own engines."""
+    """Return the lines that define the sizes of the mesh axes, of both meshes if prompts have their own engines.
+
+    Engines for prompts have the first devices, engines for decoding the rest.
+    """
     if point.prompts is None:
         return [f"SIZES = {_dict(specs.sizes)}", '"""Axes of `serving_mesh(SIZES)`."""', ""]
     devices = point.prompt_engines * point.prompts.devices
@@ -114,10 +127,12 @@ def _sizes(point: ServingPoint, specs: ServingSpecs, prompts: ServingSpecs) -> l
 
 
 def _dict(sizes: Mapping[str, int]) -> str:
+    """Return the source text of a dict of mesh axes; without axes it has `engine` with size 1."""
     return "{" + ", ".join(f'"{name}": {size}' for name, size in (sizes or {"engine": 1}).items()) + "}"
 
 
 def _table(name: str, specs: Mapping[str, ServingDims], joined: Mapping[str, str] | None = None) -> list[str]:
+    """Return the lines that define one table of `PartitionSpec`s; a comment marks each key that is in `joined`."""
     lines = []
     for key, dims in specs.items():
         parts = (joined or {}).get(key)
@@ -126,6 +141,7 @@ def _table(name: str, specs: Mapping[str, ServingDims], joined: Mapping[str, str
 
 
 def _spec(dims: ServingDims) -> str:
+    """Return the source text of a `PartitionSpec` with an entry for each dim, `None` for a whole one."""
     cells = [f'"{axes[0]}"' if len(axes) == 1 else repr(axes).replace("'", '"') if axes else "None" for axes in dims]
     return f"P({', '.join(cells)})" if any(dims) else f"P({', '.join(['None'] * len(dims))})"
 
@@ -140,10 +156,10 @@ _CACHES = {("tpu", "fp8"): "fp8", ("gpu", "fp8"): "fp8", ("gpu", "int8"): "int8_
 
 
 def vllm_commands(plan: ServingPlan, point: ServingPoint | None = None) -> list[str]:
-    """Return the `vllm serve` commands of a serving point, by default the best.
+    """Return the `vllm serve` commands of a serving point, by default the best; their limits are per group.
 
     With separate engines for prompts there are two: one for those engines, and one for the others. If a command starts
-    one engine, a comment gives the number of engines to start.
+    one of several engines, a comment gives the number of engines to start.
     """
     point = plan.best if point is None else point
     # The limits of a scheduler are per group, since each group has its own scheduler.
@@ -200,11 +216,12 @@ def _command(
 
 
 def _quoted(value: Mapping[str, Any]) -> str:
+    """Return the JSON of `value` in single quotes for a shell."""
     return f"'{json.dumps(value)}'"
 
 
 def vllm_notes(plan: ServingPlan) -> list[str]:
-    """Return notes on settings that the commands cannot express."""
+    """Return notes on settings that the commands cannot express: weights of int8 on GPUs, caches of int8 on TPUs."""
     asked, traits, notes = plan.asked, Topology.parse(plan.topology).traits, []
     if asked.weights == "int8" and not traits.serves_by_mesh:
         notes.append("MODEL is a checkpoint with weights of int8 (w8a8): vLLM does not make them so on GPUs.")

@@ -26,15 +26,17 @@ class ServingSpecs:
     """The splits of one kind of engine, by the names of the checkpoint's weights, of the cache and of inputs."""
 
     sizes: Mapping[str, int]
-    """Axes of the mesh with more than one device -> their sizes.
+    """Axes of the mesh with more than one device -> their sizes; `engine` also with one device, if counted.
 
     They are `engine`, `group` (of attention), `kv` (heads of keys and values) and `query` (query heads of one such
     head).
     """
     weights: Mapping[str, ServingDims]
+    """Specs by names of weights, in which `*` stands for the number of a layer."""
     cache: Mapping[str, ServingDims]
     """Keys and values of one layer: sequences, heads, positions, and the elements of a head."""
     inputs: Mapping[str, ServingDims]
+    """Specs of `input_ids` [sequences, tokens] and of the scalar `position`."""
     joined: Mapping[str, str]
     """Weights that are concatenated along a split dim, with a description; each part must be split alike."""
 
@@ -42,7 +44,9 @@ class ServingSpecs:
 def serving_specs(
     config: str, decoder: Decoder, engine: ServingEngine, engines: int, *, counted: bool = False
 ) -> ServingSpecs:
-    """Return the specs of `engines` engines for `hf:CONFIG`; a dim that does not divide stays whole.
+    """Return the specs of `engines` engines for `CONFIG` or `hf:CONFIG`; a dim that does not divide stays whole.
+
+    Sequences are always split over engines and groups, and the cache's heads over `kv`.
 
     - `decoder`: the decoder of the configuration.
     - `engine`: the kind of engine.
@@ -55,6 +59,7 @@ def serving_specs(
     sizes = {name: size for name, size in all_sizes.items() if size > 1 or (counted and name == "engine")}
 
     def axes(*names: str) -> tuple[str, ...]:
+        """Return those of the axes that the mesh has, in the given order."""
         return tuple(name for name in names if name in sizes)
 
     all_axes = axes("group", "kv", "query")
@@ -68,6 +73,7 @@ def serving_specs(
     }
 
     def dim(kind: WeightDim) -> tuple[str, ...]:
+        """Return the axes that split a dim of this kind; none if they do not divide its size, or for other kinds."""
         split_axes, size = split.get(kind, ((), 1))
         return () if size % math.prod(sizes[name] for name in split_axes) else split_axes
 

@@ -79,7 +79,7 @@ class ServingEngine:
 
     @property
     def devices(self) -> int:
-        """Number of devices in the engine."""
+        """Number of devices in the engine, all groups together."""
         return self.tensor * self.attention
 
 
@@ -88,7 +88,9 @@ class ServingPoint:
     """One configuration of engines on a topology. Times in seconds, sizes in bytes of one device."""
 
     engine: ServingEngine
+    """The kind of the engines that decode."""
     engines: int
+    """Number of all engines, those that only compute prompts included."""
     batch: int
     """Sequences that one engine serves at once."""
     chunk: int
@@ -98,11 +100,16 @@ class ServingPoint:
     decode_s: float
     """Seconds of a decoding step without prompts."""
     added_s: float
-    """Seconds that all chunks of a prompt add to decoding steps; 0 if other engines compute prompts."""
+    """Seconds that all chunks of a prompt add to decoding steps, over the groups that compute prompts at the same time.
+
+    It is 0 if other engines compute prompts.
+    """
     gap_s: float
     """The longest seconds between two tokens of an answer: a step with a whole chunk of prompts."""
     peak_bytes: float
+    """Bytes at the end of answers, of the fuller kind of engine if there are two."""
     limit_bytes: int
+    """`MEMORY_SHARE` of a device's usable bytes."""
     output: int
     """Number of tokens in an answer."""
     prompt_engines: int = 0
@@ -128,7 +135,10 @@ class ServingPoint:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of answers per second, of all engines."""
+        """Tokens of answers per second, of all engines.
+
+        Separate engines for prompts limit it to the answers of the prompts that they compute.
+        """
         decoded = (self.engines - self.prompt_engines) * self.batch / self.token_s
         if self.prompts is None:
             return decoded
@@ -151,15 +161,24 @@ class _Engines:
 
     @property
     def limit_bytes(self) -> int:
-        """Most bytes that a device may fill."""
+        """`MEMORY_SHARE` of a device's usable bytes, the most that it may fill."""
         return int(MEMORY_SHARE * self.compute.topology.usable_bytes)
 
     def step(self, kind: str, sequences: int, length: int, chunk: int = 0) -> StepEstimate:
-        """Return the estimate of one step of all engines; `chunk` are tokens of prompts of each group."""
+        """Return the estimate of one step of all engines.
+
+        - `kind`: `prefill` or `decode`.
+        - `sequences`: number of sequences in each engine.
+        - `length`: tokens of a prompt, or in the cache of a decoding sequence.
+        - `chunk`: tokens of prompts that each group computes in addition.
+        """
         return layout_estimate(self.decoder, self.compute, self._asked(kind, sequences, length, chunk), self.layout)
 
     def memory_bytes(self, sequences: int, chunk: int = 0) -> dict[str, float]:
-        """Return the bytes of one device by kind, in a decoding step at the end of an answer."""
+        """Return the bytes of one device by kind, in a decoding step in which all sequences end their answers.
+
+        Each engine has `sequences` of them; `chunk` are tokens of prompts of each group.
+        """
         step = self._asked("decode", sequences, self.asked.input + self.asked.output, chunk)
         return layout_bytes(self.decoder, self.compute, step, self.layout)
 
@@ -170,7 +189,7 @@ class _Engines:
 
     @property
     def sent_s(self) -> float:
-        """Seconds in which the keys and values of these prompts are sent to another engine.
+        """Seconds in which the keys and values of these prompts are sent to another engine; 0 without a known network.
 
         Each device sends its part over the network of its host, as if engines were on separate hosts.
         """
@@ -179,7 +198,10 @@ class _Engines:
         return self.alone.bytes["cache"] / rate if rate else 0.0
 
     def batches(self) -> Iterator[int]:
-        """Yield batches that fit: one sequence in each group, then doubled, and the largest."""
+        """Yield batches of one engine that fit: one sequence in each group, then doubled, and the largest.
+
+        All are multiples of the number of groups. Nothing is yielded if one sequence in each group does not fit.
+        """
         batch = self.engine.attention
         while self._fits(batch):
             yield batch
@@ -194,16 +216,22 @@ class _Engines:
             yield fits * self.engine.attention
 
     def _fits(self, batch: int) -> bool:
+        """Return True if a batch with its smallest chunk fits below `limit_bytes`."""
         return sum(self.memory_bytes(batch, self.chunks(batch)[0]).values()) <= self.limit_bytes
 
     def chunks(self, batch: int) -> list[int]:
-        """Return chunks as powers of two, from the least that absorbs a group's prompts to one with a whole prompt."""
+        """Return chunks in tokens of a group, as ascending powers of two.
+
+        The least is at least `LEAST_CHUNK` and absorbs the prompts that arrive at a group in a step with `batch`
+        sequences an engine. The largest has at least a whole prompt. There is always one.
+        """
         least = max(LEAST_CHUNK, batch / self.engine.attention * self.asked.input / self.asked.output)
         first = max(0, math.ceil(math.log2(least)))
         last = max(first, math.ceil(math.log2(self.asked.input)))
         return [1 << power for power in range(first, last + 1)]
 
     def _asked(self, kind: str, sequences: int, length: int, chunk: int) -> StepAsked:
+        """Return the step of all engines from the sequences of one engine and the prompt tokens of one group."""
         asked = self.asked
         return StepAsked(
             sequences * self.count,
@@ -217,7 +245,10 @@ class _Engines:
         )
 
     def points(self, batch: int, chunks: list[int]) -> Iterator[ServingPoint]:
-        """Yield points with prompts and decoding in the same steps, one for each of the chunks."""
+        """Yield points with prompts and decoding in the same steps, one for each of the chunks, fitting or not.
+
+        `batch` counts the sequences of one engine, `chunks` the tokens of one group.
+        """
         asked, limit = self.asked, self.limit_bytes
         # On average a sequence has its prompt and half of its answer in the cache.
         length = asked.input + asked.output // 2
@@ -238,7 +269,12 @@ def _separate_engines(
 ) -> ServingPoint | None:
     """Return the best point at which the engines of `point` only decode and others only compute prompts.
 
-    The numbers of both maximise throughput within the limits. None if there are too few devices.
+    The numbers of both use all devices. Points within the limits come first, then those with more tokens per second.
+    Ties prefer engines of the same kind for both, then the earlier first token. None if no split of the devices fits.
+
+    - `point`: a point whose engines do both.
+    - `own`: the engines of `point`.
+    - `others`: the kinds of engine that may compute prompts.
     """
     devices, peak = own.compute.topology.num_devices, sum(own.memory_bytes(point.batch).values())
     options = []
@@ -262,10 +298,9 @@ def _separate_engines(
 
 
 def _chosen(points: list[ServingPoint], limits: ServingLimits) -> ServingPoint:
-    """Return the best of points that differ in their chunks, from those within the limits, if there are any.
+    """Return the best of points that differ in their chunks, from those within the limits, else from all.
 
-    It has the least product of the time to a first token and the longest gap, among points with nearly the most
-    throughput.
+    Among those with at least `_NEAR` of the most throughput, it has the least product of `first_s` and `gap_s`.
     """
     allowed = [each for each in points if limits.allows(each)] or points
     most = max(each.tokens_per_s for each in allowed)
@@ -282,13 +317,13 @@ def serving_point(
     chunk: int | None = None,
     calibration: Calibration | None = None,
 ) -> ServingPoint:
-    """Return the point of one kind of engine on all of a topology.
+    """Return the point of one kind of engine on all of a topology, with prompts in decoding steps; it may not fit.
 
     - `asked`: the requests and dtypes.
     - `engine`: the kind of engine.
     - `batch`: sequences of each engine.
-    - `chunk`: tokens of prompts in a step; None for whole prompts.
-    - `calibration`: measured efficiencies of the chip.
+    - `chunk`: tokens of prompts of each group in a step; None for the largest of `_Engines.chunks`, a whole prompt.
+    - `calibration`: measured efficiencies of the chip; None for `load_calibration` of it.
     """
     engines = _Engines(decoder, Compute(topology, calibration), asked, engine)
     return next(engines.points(batch, [engines.chunks(batch)[-1] if chunk is None else chunk]))
@@ -299,7 +334,8 @@ def engine_steps(
 ) -> tuple[StepEstimate, StepEstimate]:
     """Return the estimates of a decoding step without prompts, and of a step with one prompt in each group.
 
-    The decoding step has `batch` sequences, and a cache for whole answers.
+    Both are steps of all engines. The decoding step has `batch` sequences an engine. Its time is that at half of the
+    answer, its bytes are those at the end of all answers.
     """
     engines = _Engines(decoder, Compute(topology), asked, engine)
     decode = engines.step("decode", batch, asked.input + asked.output // 2)
@@ -316,8 +352,9 @@ def serving_points(
 ) -> Iterator[ServingPoint]:
     """Yield points of every kind of engine that divides devices and heads, with doubled and the largest batches.
 
-    Each kind has a point with prompts and decoding in the same steps. Its chunk serves nearly as much as any within the
-    limits. Another point has separate engines for prompts, of any kind.
+    For each kind and batch there is a point with prompts and decoding in the same steps. Its chunk serves nearly as
+    much as any within the limits. If devices allow, another point has separate engines for prompts, of any kind. All
+    points fit in memory, but need not be within the limits (None: no limits).
     """
     compute, limits = Compute(topology, calibration), limits or ServingLimits()
     kinds = [_Engines(decoder, compute, asked, engine) for engine in engine_kinds(decoder, topology)]
@@ -349,4 +386,5 @@ def engine_kinds(decoder: Decoder, topology: Topology) -> Iterator[ServingEngine
 
 
 def _divisors(number: int) -> tuple[int, ...]:
+    """Return the divisors of a number, ascending."""
     return tuple(each for each in range(1, number + 1) if number % each == 0)

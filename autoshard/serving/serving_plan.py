@@ -21,18 +21,24 @@ from autoshard.serving.serving_model import (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServingPlan:
-    """The serving points that fit a topology."""
+    """The serving points that fit in a topology's memory, and the best of them within the limits."""
 
     config: str
+    """The model as the user named it, `hf:CONFIG`."""
     decoder: Decoder
     topology: str
+    """Canonical name of the topology."""
     asked: ServingRequests
     limits: ServingLimits
     points: tuple[ServingPoint, ...]
+    """All points that fit, within the limits or not, in the order of `serving_points`."""
     best: ServingPoint
     """The point within the limits with the most tokens per second."""
     frontier: tuple[ServingPoint, ...]
-    """Points that no other beats in both tokens per second and time of a token, the quickest first."""
+    """Points that no other beats in both tokens per second and time of a token, within the limits or not.
+
+    The point with the least time of a token comes first.
+    """
 
 
 def plan_serving(
@@ -73,9 +79,13 @@ def plan_serving(
 
 
 def _ways_out(decoder: Decoder, place: Topology, asked: ServingRequests, limits: ServingLimits) -> str:
-    """Name the fewest devices of the same chip that serve the decoder, and narrower weights if these fit."""
+    """Name the fewest devices of the same chip that serve the decoder, and weights of fp8 if these fit instead of bf16.
+
+    If no larger topology serves it, the words are `use more devices`.
+    """
 
     def serves(where: Topology, given: ServingRequests) -> bool:
+        """Return True if any serving point fits."""
         return next(iter(serving_points(decoder, where, given, limits)), None) is not None
 
     narrow = dataclasses.replace(asked, weights="fp8")
@@ -93,6 +103,7 @@ def _bests(points: tuple[ServingPoint, ...]) -> str:
     first, token, gap = (min(points, key=lambda each: getattr(each, name)) for name in ("first_s", "token_s", "gap_s"))
 
     def words(point: ServingPoint) -> str:
+        """Return the degrees and the batch of a point, in parentheses."""
         groups = f", attention {point.engine.attention}" if point.engine.attention > 1 else ""
         return f"(tensor {point.engine.tensor}{groups}, batch {point.batch})"
 
@@ -103,7 +114,10 @@ def _bests(points: tuple[ServingPoint, ...]) -> str:
 
 
 def _frontier(points: tuple[ServingPoint, ...]) -> tuple[ServingPoint, ...]:
-    """Return the points that no other beats in both tokens per second and time of a token, the quickest first."""
+    """Return the points that no other beats in both tokens per second and time of a token, the quickest first.
+
+    A point that equals another one in both is left out.
+    """
     frontier: list[ServingPoint] = []
     for point in sorted(points, key=lambda each: (each.token_s, -each.tokens_per_s)):
         if not frontier or point.tokens_per_s > frontier[-1].tokens_per_s:

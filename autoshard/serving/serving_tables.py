@@ -24,10 +24,14 @@ from autoshard.serving.serving_plan import ServingPlan
 
 
 _COLUMNS = ("tensor", "attn", "experts", "engines", "batch", "chunk", "first", "each", "tok/s", "GiB")
+"""Columns of the table of serving points; `_note` explains them."""
 
 
 def serving_figures(plan: ServingPlan, checked: Sequence[CheckedStep] = ()) -> dict[str, Any]:
-    """Return the object that `autoshard serve-plan --json` prints."""
+    """Return the object that `autoshard serve-plan --json` prints, all points included; times in seconds.
+
+    Absent limits are None. `checked` are the results of `check_serving`, empty without a check.
+    """
     topology = Topology.parse(plan.topology)
     return {
         "model": plan.config,
@@ -56,10 +60,12 @@ def serving_figures(plan: ServingPlan, checked: Sequence[CheckedStep] = ()) -> d
 
 
 def _bounded(seconds: float) -> float | None:
+    """Return a finite limit unchanged, and None for an infinite one, which JSON cannot express."""
     return seconds if math.isfinite(seconds) else None
 
 
 def _figures(point: ServingPoint) -> dict[str, Any]:
+    """Return the figures of a point; degrees of engines for prompts are 0 without such engines."""
     return {
         "tensor": point.engine.tensor,
         "attention": point.engine.attention,
@@ -80,6 +86,7 @@ def _figures(point: ServingPoint) -> dict[str, Any]:
 
 
 def _checked_figures(step: CheckedStep) -> dict[str, Any]:
+    """Return the seconds and bytes of a checked step by closed form and of both plans; None for a missing plan."""
     figures = {"kind": step.kind, "sequences": step.sequences, "length": step.length, "failed": list(step.failed)}
     figures |= {"estimate_s": step.estimate.step_time_s, "estimate_bytes": step.estimate.peak_bytes}
     for name, plan in (("planned", step.laid_out), ("free", step.free)):
@@ -89,7 +96,10 @@ def _checked_figures(step: CheckedStep) -> dict[str, Any]:
 
 
 def serving_report(plan: ServingPlan, checked: Sequence[CheckedStep] = ()) -> RenderableType:
-    """Return the best point, its commands, and the frontier of throughput against the time of a token."""
+    """Return the table of the frontier of throughput against the time of a token, and the best point's commands.
+
+    The best point is marked, and has a row even if it is not on the frontier. Results of a check follow, if given.
+    """
     shown = plan.frontier if plan.best in plan.frontier else (*plan.frontier, plan.best)
     cells = [_cells(point) for point in shown]
     # Degrees that are 1 in all rows are omitted.
@@ -115,13 +125,17 @@ def serving_report(plan: ServingPlan, checked: Sequence[CheckedStep] = ()) -> Re
 
 
 def _checks(checked: Sequence[CheckedStep]) -> list[RenderableType]:
-    """Return the steps at the best point in closed form, and as plans of traced programs."""
+    """Return the table of checked steps: closed form, plan with the point's splits, free plan, with seconds and bytes.
+
+    A legend and the reasons for missing plans follow.
+    """
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("step", no_wrap=True)
     for name in ("sequences", "by closed form", "planned so", "planned freely"):
         table.add_column(name, justify="right")
 
     def cell(seconds: float, size: float) -> str:
+        """Return the step time above the bytes of a device."""
         return f"{format_seconds(seconds)}\n{format_bytes(size)}"
 
     for step in checked:
@@ -137,6 +151,7 @@ def _checks(checked: Sequence[CheckedStep]) -> list[RenderableType]:
 
 
 def _cells(point: ServingPoint) -> dict[str, str]:
+    """Return the text of each of `_COLUMNS` for a point; the chunk is blank if prompts have their own engines."""
     engines = str(point.engines)
     if point.prompts is not None:
         kind = "" if point.prompts == point.engine else f"x{point.prompts.devices}"
@@ -171,7 +186,9 @@ def _note(plan: ServingPlan, columns: list[str]) -> str:
 
 _COUNTS = ("tensor", "attention", "experts", "engines", "prompt_engines", "batch", "chunk")
 _COUNTS += ("prompt_tensor", "prompt_attention", "prompt_experts")
+"""Fields of a point in JSON that are whole numbers of 0 or more."""
 _AMOUNTS = ("first_s", "token_s", "gap_s", "tokens_per_s", "peak_bytes", "prompt_s", "decode_s")
+"""Fields of a point in JSON that are numbers above 0."""
 _PARTS = ("added_s", "sent_s")
 """Seconds of parts of a step that may be zero."""
 _AGAIN = "make it again with `autoshard serve-plan ... --json`"
@@ -179,7 +196,9 @@ _AGAIN = "make it again with `autoshard serve-plan ... --json`"
 
 
 def read_serving(path: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Return the object that `autoshard serve-plan --json` printed into a file; None for any other file.
+    """Return the object that `autoshard serve-plan --json` printed into a file.
+
+    None for a folder, a file that is missing or no JSON, and JSON of another kind.
 
     Raises `UserError` for such an object that is damaged or of an older version.
     """
@@ -206,6 +225,7 @@ def read_serving(path: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def _is_point(point: Mapping[str, Any]) -> bool:
+    """Return True if an object of JSON has all counts, amounts, parts and commands of a point, in range."""
     commands = point.get("commands")
     return (
         all(isinstance(point.get(name), int) and _is_amount(point[name]) for name in _COUNTS)
@@ -217,11 +237,15 @@ def _is_point(point: Mapping[str, Any]) -> bool:
 
 
 def _is_amount(value: Any) -> bool:
+    """Return True for a number from 0 to below 1e300; False for booleans, NaN and infinity."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e300
 
 
 def serve_page(figures: Mapping[str, Any], prices: Mapping[str, float]) -> str:
-    """Return the HTML page of the figures; `prices` (of a chip's hour, by chip) fill its field initially."""
+    """Return the HTML page of `serving_figures`; `prices` (of a chip's hour, by chip) fill its field initially.
+
+    A chip without a price leaves the field empty.
+    """
     names = (*_COUNTS, *_AMOUNTS, *_PARTS, "commands")
     data = {
         "price": prices.get(figures["chip"]),

@@ -44,7 +44,10 @@ def read_contest(path: str | os.PathLike[str]) -> Problem:
 
 
 def _build(data: Any) -> Problem:
-    """Build a problem from parsed contest JSON; raises `UserError` for malformed data."""
+    """Build a problem from parsed contest JSON; raises `UserError` for malformed data.
+
+    Every node has one memory term; an absent or empty interval becomes [0, 0). An absent usage limit is None.
+    """
     problem = _get(data, "problem", dict, "the file")
     nodes = _get(problem, "nodes", dict, "problem")
     edges = _get(problem, "edges", dict, "problem")
@@ -85,7 +88,10 @@ def _build(data: Any) -> Problem:
 
 
 def _get(data: Any, key: str, kind: type, where: str) -> Any:
-    """Return `data[key]`; raises `UserError` if it is missing or of another type."""
+    """Return `data[key]`; raises `UserError` if it is missing or not of type `kind`, which is dict or list.
+
+    `where` names `data` in the message.
+    """
     words = {dict: "an object", list: "a list"}
     if not isinstance(data, dict) or key not in data:
         raise UserError(f"{where} has no key {key!r}; a contest problem needs it")
@@ -95,7 +101,10 @@ def _get(data: Any, key: str, kind: type, where: str) -> Any:
 
 
 def _ragged(rows: list[Any], kind: str, what: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return offsets and flat values of a list of lists."""
+    """Return offsets [rows + 1] and flat values of a list of lists; raises `UserError` for other values.
+
+    `kind` (node, edge) and `what` (costs, usages) name the place in the message.
+    """
     for number, row in enumerate(rows):
         if not isinstance(row, list):
             raise UserError(f"{kind} {number} has {what} {row!r}; a list of whole numbers is needed")
@@ -105,7 +114,7 @@ def _ragged(rows: list[Any], kind: str, what: str) -> tuple[NDArray[np.int64], N
 
 
 def _pairs(rows: list[Any], kind: str, what: str) -> NDArray[np.int64]:
-    """Return a list of pairs as an array [n, 2]."""
+    """Return a list of pairs of integers as an array [n, 2]; raises `UserError`, like `_ragged`, for other values."""
     for number, row in enumerate(rows):
         if not isinstance(row, list) or len(row) != 2:
             raise UserError(f"{kind} {number} has the {what} {row!r}; a pair of whole numbers is needed")
@@ -117,7 +126,10 @@ _AT_ONCE = 1 << 20
 
 
 def _integers(rows: list[Any], count: int, kind: str, what: str) -> NDArray[np.int64]:
-    """Return `count` integers of nested lists as a flat array; raises `UserError` for other values."""
+    """Return the integers of a list of lists, `count` in all, as a flat array.
+
+    Raises `UserError` for booleans, floats and other values, and for integers beyond 64 bits.
+    """
     values, result = it.chain.from_iterable(rows), np.empty(count, dtype=np.int64)
     with contextlib.suppress(OverflowError):
         for start in range(0, count + 1, _AT_ONCE):
@@ -141,9 +153,10 @@ def _integers(rows: list[Any], count: int, kind: str, what: str) -> NDArray[np.i
 def write_contest(problem: Problem, path: str | os.PathLike[str], name: str = "problem") -> None:
     """Write `problem` in the contest's format, with gzip when `path` ends in `.gz`; equal problems give equal bytes.
 
-    The format allows one memory term for each node. Further terms become satellite nodes with one alternative for each
-    distinct usage. An edge ties a satellite to its node: its cost is 0 where the usages agree and `FORBIDDEN`
-    elsewhere. The first `num_nodes` choices of a solution of the file solve `problem` at the same cost.
+    `name` is the problem's name in the file. The format allows one memory term for each node. Further terms become
+    satellite nodes with one alternative for each distinct usage. An edge ties a satellite to its node: its cost is 0
+    where the usages agree and `FORBIDDEN` elsewhere. The first `num_nodes` choices of a solution of the file solve
+    `problem` at the same cost.
 
     Raises `UserError` if the problem is malformed or the file cannot be written.
     """
@@ -182,7 +195,7 @@ def write_contest(problem: Problem, path: str | os.PathLike[str], name: str = "p
 
 
 def write_beside(target: pathlib.Path, content: bytes) -> None:
-    """Write a file atomically; raises `UserError` if it cannot be written."""
+    """Write or replace the file `target` atomically; raises `UserError` if it cannot be written."""
     try:
         write_whole(target, content)
     except OSError as error:

@@ -13,8 +13,12 @@ _FORBIDDEN = int(FORBIDDEN)
 def dominators(cost: Ints, usages: list[Ints], tables: list[Ints]) -> np.ndarray:
     """Return a mask [a, b], True if moving from alternative a to b never costs more and never uses more memory.
 
-    The comparison covers all choices of the neighbours. Each of `tables` [alternatives, of a neighbour] has a 0 in
-    every row that allows anything.
+    The comparison covers all choices of the neighbours. Two equal alternatives dominate each other; none dominates
+    itself.
+
+    - `cost`: costs of a node, [alternatives].
+    - `usages`: bytes in each of its memory terms, [alternatives] each.
+    - `tables`: costs of its edges, [alternatives, of a neighbour] each, with a 0 in every row that allows anything.
     """
     wide = np.concatenate(tables, axis=1) if tables else np.zeros((len(cost), 0), dtype=np.int64)
     ends = np.cumsum([table.shape[1] for table in tables], dtype=np.int64)
@@ -26,7 +30,12 @@ def dominators(cost: Ints, usages: list[Ints], tables: list[Ints]) -> np.ndarray
 
 @njit(cache=True, nogil=True)
 def _dominators(cost, memory, wide, ends, found):
-    """Fill the mask of `dominators`."""
+    """Set to True the entries of `found`, the mask of `dominators`, that it should have; others are left unchanged.
+
+    - `memory`: [alternatives, terms] bytes.
+    - `wide`: the edge tables in one row for each alternative.
+    - `ends`: last column plus one of each table in `wide`.
+    """
     count = len(cost)
     for a in range(count):
         for b in range(count):
@@ -36,7 +45,11 @@ def _dominators(cost, memory, wide, ends, found):
 
 @njit(cache=True, nogil=True)
 def _dominates(bound, memory, memory_there, row, there, ends):
-    """Return True if a move that saves `-bound` in node cost is free for any choices of the neighbours."""
+    """Return True if a move that saves `-bound` in node cost costs nothing in total for any choices of the neighbours.
+
+    `memory` and `row` are bytes and edge costs of the alternative that is left, `memory_there` and `there` those of the
+    new one. A term with more bytes than before gives False.
+    """
     for term in range(len(memory)):
         if memory_there[term] > memory[term]:
             return False
@@ -57,7 +70,8 @@ def _dominates(bound, memory, memory_there, row, there, ends):
 def fold_between(from_left: Ints, right: Ints) -> tuple[Ints, np.ndarray]:
     """Compute the minimum of `from_left` [alternatives, left] plus `right` [alternatives, right] over the alternatives.
 
-    Returns the minimum [left, right] and the first alternative that reaches it.
+    Returns the minimum [left, right], not clipped to `FORBIDDEN`, and the first alternative that reaches it. The latter
+    is int16, so there may be at most 2**15 alternatives.
     """
     best = from_left[0][:, None] + right[0][None, :]
     answer = np.zeros(best.shape, dtype=np.int16)
@@ -67,7 +81,7 @@ def fold_between(from_left: Ints, right: Ints) -> tuple[Ints, np.ndarray]:
 
 @njit(cache=True, nogil=True)
 def _fold_between(from_left, right, best, answer):
-    """Fill minimum and alternative of `fold_between`."""
+    """Lower `best` and set `answer` of `fold_between` in place; both start with alternative 0."""
     for alternative in range(1, len(from_left)):
         for one in range(best.shape[0]):
             add = from_left[alternative, one]

@@ -19,19 +19,24 @@ from autoshard.solver.residual_graph import Graph, Ints
 
 @dataclasses.dataclass(slots=True)
 class _Eliminated:
-    """One step of the plan: a node, and the neighbours left at its elimination (`scope`)."""
+    """One step of the plan: a node, and the neighbours left at its elimination (`scope`).
+
+    Neighbours include those that earlier eliminations joined to it.
+    """
 
     node: int
     scope: tuple[int, ...]
+    """Nodes over which the step's message is a table, ascending; empty for the last node of a component."""
     shape: tuple[int, ...]
+    """Number of alternatives of each node of `scope`."""
     edges: list[Ints]
     """Edge tables, shaped to broadcast against [node, *scope]."""
     messages: list[tuple[int, tuple[int, ...], tuple[int, ...]]]
-    """Incoming messages: (step that computes it, axes order, shape to broadcast)."""
+    """Incoming messages: (number of the step that computes it, order to transpose its axes, shape to broadcast)."""
 
 
 class Elimination:
-    """A plan to minimise over the nodes of a graph."""
+    """A plan to minimise over the nodes of a graph; memory terms are ignored."""
 
     def __init__(self, steps: list[_Eliminated], work: int):
         self._steps = steps
@@ -40,7 +45,7 @@ class Elimination:
 
     @staticmethod
     def plan(graph: Graph, largest: int = 20_000_000, work: int = 400_000_000) -> "Elimination | None":
-        """Plan a greedy elimination order by the size of the new tables.
+        """Plan a greedy elimination order: next is the node whose table over itself and its neighbours is smallest.
 
         Returns None when one table exceeds `largest` entries, or all together exceed `work`.
         """
@@ -48,6 +53,7 @@ class Elimination:
         near = {node: set(others) for node, others in graph.edges.items()}
 
         def weight(node: int) -> int:
+            """Return the entries of the table over a node and its present neighbours."""
             return math.prod(sizes[other] for other in near[node]) * sizes[node]
 
         heap = [(weight(node), node) for node in near]
@@ -98,7 +104,9 @@ class Elimination:
         """Return the least total of `costs` (one non-negative array for each node) plus edges, and choices that reach
         it.
 
-        Returns None when it is `due` before the minimum is known.
+        The graph's own node costs and offset are not added. A total of `FORBIDDEN` or more means that no choices are
+        allowed. A node gets the first of equally good alternatives. Returns None when it is `due` before the minimum is
+        known.
         """
         total = 0
         made: list[Ints | None] = []
@@ -125,7 +133,9 @@ class Elimination:
 
 
 def _minimum(unary: Ints, inputs: list[Ints], shape: tuple[int, ...]) -> tuple[Ints, NDArray[Any]]:
-    """Return the minimum over a node's alternatives for each entry of its scope, and the minimising alternatives.
+    """Return the minimum over a node's alternatives for each entry of its scope, and the first alternative that has it.
+
+    Both have the shape of the scope. Minima are at most `FORBIDDEN`, with alternative 0 where nothing is allowed.
 
     - `unary`: costs of the alternatives, [alternatives].
     - `inputs`: edge tables and messages, shaped to broadcast against [alternatives, *scope].
@@ -154,7 +164,10 @@ def _minimum(unary: Ints, inputs: list[Ints], shape: tuple[int, ...]) -> tuple[I
 def _fit(
     source: tuple[int, ...], axes: tuple[int, ...], sizes: dict[int, int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the axes order and the broadcast shape of a message over `source` within a table over `axes`."""
+    """Return the axes order and the broadcast shape of a message over `source` within a table over `axes`.
+
+    `source` and `axes` are nodes, `sizes` their numbers of alternatives. The shape has 1 for axes not in `source`.
+    """
     order = tuple(sorted(range(len(source)), key=lambda k: axes.index(source[k])))
     shape = tuple(sizes[axis] if axis in source else 1 for axis in axes)
     return order, shape

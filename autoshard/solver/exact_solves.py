@@ -26,8 +26,11 @@ class Exact:
     clock: Clock
     seed: int
     cutoff: float | None
+    """Cost from which choices are of no use; None for no cutoff."""
     times: list[int]
+    """Compressed times whose memory rows are present from the start."""
     nodes: int | None
+    """Most branchings; None for no limit."""
 
 
 _HANDED: tuple[Clock, ...] = (time.monotonic, processor_seconds)
@@ -41,7 +44,9 @@ _idle: list[tuple[int, SolverProcess]] = []
 def solve_in_process(job: Exact, due: Due) -> MipResult | None:
     """Run `solve_mip` in a child process and wait for its result until `due`.
 
-    At `due` the current result is requested; return None if there is none yet.
+    At `due`, or past the deadline of a clock that another process cannot use, the current result is requested. Return
+    None if none arrives within `_HURRY_S`, or if it is `due` before the start. A process whose run did not end is
+    terminated, others are reused.
     """
     if due():
         return None
@@ -73,7 +78,7 @@ def solve_in_process(job: Exact, due: Due) -> MipResult | None:
 
 
 def _take() -> SolverProcess:
-    """Return an idle child process, or start a new one."""
+    """Return an idle child process that this process started, or start a new one."""
     try:
         owner, process = _idle.pop()
     except IndexError:
@@ -92,7 +97,7 @@ def _end() -> None:
 
 
 def _do(job: Exact, due: Due) -> MipResult:
-    """Run one job in the child process."""
+    """Run one job in the child process; a deadline in processor seconds counts from the start of the job."""
     began = job.clock() if job.clock is processor_seconds else 0.0
     return solve_mip(
         job.graph,

@@ -20,6 +20,7 @@ class Flat(NamedTuple):
     node_at: Ints
     """[N + 1] offsets of a node's alternatives in `cost`."""
     cost: Floats
+    """Cost of each alternative of all nodes."""
     near_at: Ints
     """[N + 1] offsets of a node's directed edges."""
     near: Ints
@@ -31,6 +32,7 @@ class Flat(NamedTuple):
     back: Ints
     """Number of each directed edge's reverse edge."""
     tables: Floats
+    """Costs of all tables, row-major, before multiplication by `scale`."""
     class_at: Ints
     """Offset in `classes` of each directed edge: the table row of each alternative of its source node."""
     classes: NDArray[np.int32]
@@ -48,17 +50,23 @@ class Flat(NamedTuple):
     """[N + 1] offsets of a node's memory terms."""
     start: Ints
     stop: Ints
+    """Half-open interval of each memory term, as indices of `capacity`."""
     usage_at: Ints
     """Offset in `usages` of each term's bytes for each alternative."""
     usages: Ints
+    """Bytes of all terms' alternatives."""
     most: Ints
     """Largest usage of each term."""
     capacity: Ints
-    """[times]"""
+    """[times] bytes that all terms together may use."""
 
 
 def flatten(graph: Graph) -> tuple[list[int], Flat]:
-    """Return the alive nodes in order, and their arrays."""
+    """Return the alive nodes, ascending, and the arrays in which their numbers are places in that list.
+
+    Each direction of an edge has its own table with a row for each alternative of its source. Edges of a node are
+    sorted by target. The offset is not part of the arrays.
+    """
     names = sorted(graph.costs)
     index = {name: place for place, name in enumerate(names)}
     sizes = [len(graph.costs[name]) for name in names]
@@ -121,6 +129,6 @@ def offsets(counts: Sequence[int] | Ints) -> Ints:
 
 
 def ragged(starts: Ints, counts: Ints) -> Ints:
-    """Concatenate the ranges of `counts` integers that begin at `starts`."""
+    """Return the concatenation of ranges: for each k the `counts[k]` integers from `starts[k]` on."""
     at = offsets(counts)
     return np.arange(at[-1]) + np.repeat(starts - at[:-1], counts)

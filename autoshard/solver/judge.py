@@ -26,8 +26,10 @@ class Evaluation:
 
 
 def evaluate(problem: Problem, choices: ArrayLike) -> Evaluation:
-    """Compute cost and memory of `choices` ([N], one alternative for each node); raises `UserError` for impossible
-    choices.
+    """Compute cost and memory of `choices` ([N], one alternative for each node).
+
+    Choices that are forbidden or exceed the limit have `feasible` False. Raises `UserError` for a wrong shape or type,
+    or an alternative that a node lacks.
     """
     chosen = np.asarray(choices)
     count = problem.num_nodes
@@ -53,13 +55,17 @@ def evaluate(problem: Problem, choices: ArrayLike) -> Evaluation:
 
 
 def _peak(problem: Problem, chosen: np.ndarray) -> tuple[int, int]:
-    """Return the largest usage in bytes over all times, and the first time at which it occurs."""
+    """Return the largest usage in bytes over all times, and the first time at which it occurs; (0, 0) without usage.
+
+    The result is exact for any size of usages. Times are those of the problem.
+    """
     usage = problem.term_usages[problem.term_offsets[:-1] + chosen[problem.term_nodes]]
     starts, stops = problem.term_intervals[:, 0], problem.term_intervals[:, 1]
     live = (starts < stops) & (usage > 0)
     usage, starts, stops = usage[live], starts[live], stops[live]
     if not len(usage):
         return 0, 0
+    # Sums beyond 64 bits use Python's integers.
     if sum(usage.tolist()) >= 2**62:
         usage = usage.astype(object)
     times, place = np.unique(np.concatenate([starts, stops]), return_inverse=True)

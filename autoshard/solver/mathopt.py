@@ -39,6 +39,7 @@ class Minimum:
     bound: float
     """Lower bound on the cost; minus infinity when nothing is known."""
     infeasible: bool
+    """True if no values satisfy all rows and cost less than the cutoff; the bound is then infinite."""
     finished: bool
     """True if optimality or infeasibility was proven."""
     stopped: bool
@@ -46,7 +47,10 @@ class Minimum:
 
 
 class IntegerProgram:
-    """Program over variables from 0 to 1, the first `binaries` of them integer; rows may be added at any time."""
+    """Program over variables from 0 to 1, the first `binaries` of them integer; rows may be added at any time.
+
+    It minimises the sum of `costs` [variables] times the variables.
+    """
 
     def __init__(self, costs: np.ndarray, binaries: int):
         from ortools.math_opt import model_pb2
@@ -90,10 +94,16 @@ class IntegerProgram:
         start: np.ndarray | None,
         due: Due,
     ) -> Minimum:
-        """Solve the program until proven, for `seconds` of wall time (infinite for no limit), `nodes` branchings, or
-        until `due`.
+        """Solve the program until proven, or until a limit; return the best values and bound so far.
 
-        Values that cost `cutoff` or more are of no use; `start` ([variables]) is feasible.
+        - `seed`: seed of the solver's random choices.
+        - `seconds`: wall time; infinite for no limit.
+        - `cutoff`: cost from which values are of no use; None for no cutoff.
+        - `nodes`: most branchings; None for no limit.
+        - `start`: feasible values to start from, [variables]; None without any.
+        - `due`: returns True when the run must be left; it then continues in the background (`stopped`).
+
+        If HiGHS fails, the result has its values and bound so far.
         """
         from ortools.math_opt.python import errors, mathopt
 
@@ -123,7 +133,7 @@ class IntegerProgram:
         return self._read(result)
 
     def _read(self, result: "mathopt.SolveResult") -> Minimum:
-        """Convert MathOpt's result."""
+        """Convert MathOpt's result; an infeasible or possibly unbounded program counts as infeasible."""
         from ortools.math_opt.python.mathopt import TerminationReason
 
         ended = result.termination
@@ -142,7 +152,11 @@ class IntegerProgram:
 def _options(
     seed: int, seconds: float, cutoff: float | None, nodes: int | None, solutions: str
 ) -> "mathopt.SolveParameters":
-    """Build the solver options; HiGHS writes its solutions to the file `solutions`."""
+    """Build the solver options for one thread and a gap of at most 1e-7 in cost.
+
+    HiGHS writes its solutions to the path `solutions`. The other arguments are those of `minimise`; 1e9 seconds or more
+    set no time limit.
+    """
     from ortools.math_opt.python import mathopt
     from ortools.math_opt.solvers import highs_pb2
 
@@ -169,7 +183,10 @@ def _options(
 
 
 def _last(file: int, size: int) -> np.ndarray | None:
-    """Return the last complete solution [size] in the file that HiGHS writes; None when there is none yet."""
+    """Return the last complete solution [size] in the file that HiGHS writes; None when there is none yet.
+
+    `file` is its descriptor, `size` the number of variables; variables that are not in the file are 0.
+    """
     ctypes.CDLL(None).fflush(None)
     text = os.pread(file, os.fstat(file).st_size, 0).decode()
     solution = None
@@ -188,8 +205,10 @@ class _Log:
 
     def __init__(self) -> None:
         self.bound = -math.inf
+        """Largest bound logged so far, less its possible rounding error; minus infinity before the first."""
 
     def __call__(self, lines: Sequence[str]) -> None:
+        """Raise `bound` to the bounds in lines of the progress table; skip other lines."""
         for line in lines:
             if match := _BOUND.match(line):
                 bound = float(match[1])

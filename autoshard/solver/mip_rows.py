@@ -24,11 +24,11 @@ class MipResult:
     """Result of `solve_mip`."""
 
     choices: dict[int, int] | None
-    """Best choices within the memory limit; None when none were found."""
+    """Best choices within the memory limit, node -> alternative; None when none were found."""
     bound: float
     """Lower bound on the cost of the graph's choices, its offset excluded; infinite when proven infeasible."""
     finished: bool
-    """True if the gap was closed within the solver's tolerance."""
+    """True if the gap was closed within the solver's tolerance, or no choices below the cutoff exist."""
     exact: bool = True
     """True if this tolerance is below one unit of cost, so that a finished solve is exact."""
     stopped: bool = False
@@ -47,12 +47,16 @@ class _Model:
     def __init__(self, graph: Graph):
         self.graph = graph
         self.nodes = list(graph.costs)
+        """Alive nodes in the order of their variables and of their rows, each of which sums to 1."""
         sizes = np.array([len(graph.costs[node]) for node in self.nodes], dtype=np.int64)
         self.first = dict(zip(self.nodes, np.concatenate([[0], np.cumsum(sizes)]).tolist(), strict=False))
         self.binaries = int(sizes.sum())
         costs = [graph.costs[node] for node in self.nodes]
         self.pairs: list[tuple] = []
-        """(node, other, its classes, the other's classes, [class, class] -> variable or -1) of every edge."""
+        """(node, other, its classes, the other's classes, [class, class] -> variable or -1) of every edge.
+
+        Classes are the numbers of equal table lines, one for each alternative.
+        """
         rows, columns, values = [], [], []
         count, width = len(self.nodes), self.binaries
         rows.append(np.repeat(np.arange(count), sizes))
@@ -88,7 +92,7 @@ class _Model:
         self.right[: len(self.nodes)] = 1
 
     def point(self, choices: dict[int, int]) -> np.ndarray:
-        """Return the values of the variables for `choices`."""
+        """Return the values [variables] for `choices`, which must use no forbidden pair."""
         values = np.zeros(len(self.costs))
         for node, choice in choices.items():
             values[self.first[node] + choice] = 1
@@ -97,7 +101,10 @@ class _Model:
         return values
 
     def memory_row(self, when: int) -> tuple[Ints, np.ndarray]:
-        """Return the variables and their bytes in the memory row of one time."""
+        """Return the variables with usage in the memory row of one compressed time, and the bytes of each.
+
+        Some term must be live at that time.
+        """
         places, weights = [], []
         for node, terms in self.graph.terms.items():
             for (start, stop), usage in terms.items():
@@ -135,9 +142,13 @@ def solve_mip(
 ) -> MipResult:
     """Solve the MIP of `graph` until proven, until `deadline` (of `clock`), for `nodes` branchings, or until `due`.
 
-    - `cutoff`: choices of this cost or more are of no use.
+    Memory rows of violated times are added, and the MIP solved again, until choices fit. Costs exclude the graph's
+    offset. With a branching limit at most three runs are made, each with that limit.
+
+    - `cutoff`: choices of this cost or more are of no use; None for no cutoff. If none are cheaper, the result has no
+      choices, is finished, and has an infinite bound (without `exact`, about the cutoff).
     - `times`: compressed times whose memory rows are present from the start.
-    - `start`: feasible choices to start from.
+    - `start`: feasible choices to start from; None without any.
     """
     model = _Model(graph)
     dearest = float(model.costs.max(initial=1.0))
@@ -152,6 +163,7 @@ def solve_mip(
     # HiGHS observes a wall-clock limit, and its process stays usable then; so wait a little longer for it.
     late = deadline + _LATE_S if wall else deadline
     used: set[int] = set()
+    # All costs of the graph are at least 0.
     bound = 0.0
     pending = list(times)
     runs = 0

@@ -26,10 +26,15 @@ class Link:
 
     first: int
     second: int
+    """The nodes; a link from a node to itself adds to the node's costs."""
     rows: Ints
+    """Row of `table` for each alternative of `first`."""
     columns: Ints
+    """Column of `table` for each alternative of `second`."""
     table: Floats
+    """Costs before scaling; `CLOSED` or more, before scaling too, for pairs that are not allowed."""
     scale: float
+    """Picoseconds for each unit of the table."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,6 +45,7 @@ class Term:
     start: int
     stop: int
     usage: Ints
+    """Bytes of each alternative of `node`, [alternatives]."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,9 +53,11 @@ class Network:
     """Compact problem; costs are float picoseconds, `FORBIDDEN` or more where not allowed."""
 
     costs: Sequence[Floats]
+    """For each node the costs of its alternatives."""
     links: Sequence[Link]
     terms: Sequence[Term]
     usage_limit: int | None
+    """Largest total usage in bytes at any time; None for no limit, so that `terms` do not matter."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

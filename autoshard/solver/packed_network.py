@@ -14,8 +14,14 @@ from autoshard.solver.residual_graph import Ints
 def _classes(ends, lines, line_at, lengths, places, kept, node_at, class_at, classes, used, used_at):
     """Fill `classes` with the table line of each remaining alternative, for every directed edge.
 
-    Lines are numbered among those in use, ascending. `used` receives the lines in use, `used_at` their offset for each
-    edge. `places` are the positions of the edges in the flat arrays.
+    Lines are rows or columns of a table, numbered among those in use, ascending. The arguments are as follows.
+
+    - `ends`: source node of each edge.
+    - `lines`, `line_at`, `lengths`: line of each alternative, offset of each edge in them, and number of lines.
+    - `places`: positions of the edges in `class_at`.
+    - `kept`, `node_at`: remaining alternatives as numbers within their node, and each node's offset in them.
+    - `class_at`, `classes`: offset of each edge in `classes`, and the result.
+    - `used`, `used_at`: receive the lines in use, and their offset for each edge.
     """
     most = 0
     for edge in range(len(ends)):
@@ -45,7 +51,8 @@ def _classes(ends, lines, line_at, lengths, places, kept, node_at, class_at, cla
 def _close(links, ends, lines, line_at, tables, table_at, widths, whole_at, alive):
     """Remove alternatives from `alive` that a link allows with no living alternative of its other node.
 
-    Return False once a node has no alternatives.
+    Repeat until nothing changes and return True; return False once a node has no alternatives. `tables` are masks of
+    forbidden entries, `table_at` the offset of each link in them, `widths` the number of columns of each.
     """
     changed = True
     while changed:
@@ -89,6 +96,7 @@ class Packer:
         self.whole_at = offsets([len(cost) for cost in network.costs])
         """[nodes + 1] offsets of each node's alternatives."""
         self.cost = np.concatenate(network.costs).astype(np.float64)
+        """Cost of each alternative, without links from a node to itself."""
         self.node_of = np.repeat(np.arange(len(network.costs)), np.diff(self.whole_at))
         self.ends = _ints([node for link in links for node in (link.first, link.second)])
         """[2 x links] source node of each directed edge: first the edge from a link's first node, then that from its
@@ -99,9 +107,11 @@ class Packer:
         """Rows and columns of every link's table, concatenated."""
         self.line_at = offsets([len(side) for side in sides])
         self.lengths = _ints([size for link in links for size in link.table.shape])
+        """[2 x links] rows, then columns, of each link's table."""
         self.closed, self.shut, self.shut_at = self._closed()
         self._arrange()
         terms = network.terms if network.usage_limit is not None else []
+        # Usage rises only where some term starts, so the limit needs a check at these times alone.
         self.times = np.unique(_ints([term.start for term in terms]))
         self.terms = sorted(terms, key=lambda term: (term.node, term.start, term.stop))
         self.usages = np.concatenate([t.usage for t in self.terms]).astype(np.int64) if self.terms else _ints([])
@@ -111,7 +121,10 @@ class Packer:
         self.stop = np.searchsorted(self.times, _ints([term.stop for term in self.terms])).astype(np.int64)
 
     def _arrange(self) -> None:
-        """Sort the directed edges for the flat arrays: by source node, then target node, then link."""
+        """Sort the directed edges for the flat arrays: by source node, then target node, then link.
+
+        Set the attributes that follow from the order; links from a node to itself are left out (`places` -1).
+        """
         self.own = np.array([link.first == link.second for link in self.network.links], dtype=bool)
         edges = np.flatnonzero(~np.repeat(self.own, 2))
         node, other = self.ends[edges], self.ends[edges ^ 1]
@@ -147,9 +160,10 @@ class Packer:
         return _ints(closed_links), np.concatenate(parts) if parts else np.zeros(0, dtype=bool), _ints(at)
 
     def reachable(self, kept: Ints) -> Ints | None:
-        """Remove the alternatives in `kept` that some link forbids with every alternative of its other node.
+        """Return the alternatives of `kept` without those that some link forbids with every one left at its other node.
 
-        Returns None if a node has no alternatives left.
+        A link from a node to itself removes the alternatives that it forbids. Node costs are not examined. Returns None
+        if a node has no alternatives left.
         """
         alive = np.zeros(len(self.cost), dtype=bool)
         alive[kept] = True
@@ -165,7 +179,10 @@ class Packer:
         return np.flatnonzero(alive) if some else None
 
     def pack(self, kept: Ints) -> Flat:
-        """Return flat arrays of the remaining alternatives; equal parts of one table are stored once."""
+        """Return flat arrays of the remaining alternatives `kept`, ascending; equal parts of one table are stored once.
+
+        Links from a node to itself are added to its costs. Both directions of an edge share a table.
+        """
         nodes = len(self.whole_at) - 1
         sizes = np.bincount(self.node_of[kept], minlength=nodes)
         node_at = offsets(sizes)
@@ -211,7 +228,10 @@ class Packer:
         )
 
     def _tables(self, used: np.ndarray, used_at: Ints) -> tuple[Floats, Ints]:
-        """Return the parts of tables in use, and the offset of every directed edge's table."""
+        """Return the parts of tables in use, concatenated, and the offset of every directed edge's table in them.
+
+        `used` and `used_at` are those of `_classes`, with edges in sorted order.
+        """
         text, wide, at = used.tobytes(), used.itemsize, used_at.tolist()
         stored: dict[tuple[int, bytes, bytes], int] = {}
         parts: list[Floats] = []
@@ -233,7 +253,11 @@ class Packer:
         return np.concatenate(parts) if parts else np.zeros(0), table_at
 
     def _terms(self, own: Ints, node_at: Ints, sizes: Ints) -> tuple[Ints, Ints, Ints]:
-        """Return bytes of the remaining alternatives of every term, their offsets, and the largest of each term."""
+        """Return bytes of the remaining alternatives of every term, their offsets, and the largest of each term.
+
+        - `own`: remaining alternatives as numbers within their node.
+        - `node_at`, `sizes`: offset and number of the remaining alternatives of each node.
+        """
         counts = sizes[self.term_node]
         at = offsets(counts)
         places = own[ragged(node_at[self.term_node], counts)] + np.repeat(self.usage_at[:-1], counts)

@@ -25,11 +25,13 @@ class Problem:
     node_offsets: NDArray[np.int64]
     """[N + 1]; alternatives of node n are `node_offsets[n]:node_offsets[n + 1]` in `node_costs`."""
     node_costs: NDArray[np.int64]
+    """Costs of all alternatives of all nodes, `FORBIDDEN` or more where not allowed."""
     edge_nodes: NDArray[np.int64]
     """[E, 2]; the costs of duplicate edges add up."""
     edge_offsets: NDArray[np.int64]
     """[E + 1]; offsets of each edge's costs, row-major over the endpoints' alternatives."""
     edge_costs: NDArray[np.int64]
+    """Costs of all pairs of alternatives of all edges, `FORBIDDEN` or more where not allowed."""
     term_nodes: NDArray[np.int64]
     """[T]; the node whose choice decides the usage of each memory term."""
     term_intervals: NDArray[np.int64]
@@ -37,6 +39,7 @@ class Problem:
     term_offsets: NDArray[np.int64]
     """[T + 1]; offsets of each term's usages, one for each alternative of its node."""
     term_usages: NDArray[np.int64]
+    """Bytes of all alternatives of all terms, 0 or more."""
     usage_limit: int | None
     """Largest total usage in bytes at any time; None for no limit."""
 
@@ -47,5 +50,5 @@ class Problem:
 
     @property
     def num_edges(self) -> int:
-        """Number of pairs of nodes with a table of costs."""
+        """Number of edges; duplicates count separately."""
         return len(self.edge_nodes)

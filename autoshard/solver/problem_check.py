@@ -12,8 +12,9 @@ from autoshard.solver.problem import Problem
 def validate(problem: Problem) -> None:
     """Check shapes, types, offsets and ranges of every array of `problem`.
 
-    Costs may be negative. Usages may not, and an interval must not start below 0 or end before it starts. Raises
-    `UserError` naming the node, edge or term at fault.
+    Costs may be negative. Usages may not, an interval must not start below 0 or end before it starts, and a usage limit
+    must be at least 1. Empty intervals and self edges are valid. Raises `UserError` naming the node, edge or term at
+    fault.
     """
     arrays = {
         "node_offsets": 1,
@@ -101,14 +102,20 @@ def validate(problem: Problem) -> None:
 
 
 def _check_offsets(kind: str, offsets: NDArray[np.int64], total: int) -> None:
-    """Refuse offsets that do not rise from 0 to the number of values."""
+    """Raise `UserError` for offsets that do not start at 0, end at `total`, and never fall; equal neighbours are valid.
+
+    `kind` names the array in the message.
+    """
     if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != total:
         raise UserError(f"Problem.{kind}_offsets must start at 0 and end at {total}, the number of values it cuts up")
     _refuse(np.diff(offsets) < 0, lambda k: f"Problem.{kind}_offsets falls after {kind} {k}; offsets must never fall")
 
 
 def _refuse(bad: ArrayLike, sentence: Callable[[int], str]) -> None:
-    """Raise `UserError` with a sentence about the first element that is `bad`."""
+    """Raise `UserError` with a sentence about the first element that is True in `bad`; return if none is.
+
+    `sentence` makes the message from that element's index.
+    """
     places = np.flatnonzero(np.asarray(bad))
     if len(places):
         raise UserError(sentence(int(places[0])))

@@ -52,7 +52,10 @@ def reduce(graph: Graph, due: Due = never) -> None:
 
 
 def restrict(graph: Graph, keeps: dict[int, Ints]) -> None:
-    """Restrict some nodes to the given alternatives; this is no reduction, since the dropped ones are lost."""
+    """Restrict some nodes in place to the given alternatives, ascending numbers; the dropped ones are lost.
+
+    This is no exact reduction, but it is recorded in `undo` like one. Edges of these nodes are simplified.
+    """
     waiting = _Waiting(graph)
     for node, kept in keeps.items():
         _keep(graph, node, kept, waiting)
@@ -67,13 +70,16 @@ class _Waiting:
         self._members: set[int] = set()
 
     def add(self, node: int) -> None:
-        """Queue a node unless it is queued already."""
+        """Queue a node, by its present number of neighbours, unless it is queued already."""
         if node not in self._members:
             self._members.add(node)
             heapq.heappush(self._heap, (len(self._graph.edges[node]), node))
 
     def take(self) -> int | None:
-        """Remove and return the living node with the fewest neighbours; None if the queue is empty."""
+        """Remove and return the living node with the fewest neighbours; None if the queue is empty.
+
+        Equals are ordered by number. A node that gained neighbours goes back; one that lost some has its old place.
+        """
         while self._heap:
             degree, node = heapq.heappop(self._heap)
             if node not in self._graph.costs:
@@ -89,7 +95,10 @@ class _Waiting:
 
 
 def _reduce_node(graph: Graph, node: int, waiting: _Waiting) -> None:
-    """Apply every reduction that fits one node."""
+    """Apply to one node every reduction that fits; queue the neighbours that it changes.
+
+    Its least cost moves to the graph's offset. At most one of fixing, merging and folding removes it.
+    """
     _drop_forbidden(graph, node, waiting)
     if len(graph.costs[node]) > 1:
         _drop_dominated(graph, node, waiting)
@@ -113,9 +122,10 @@ def _reduce_node(graph: Graph, node: int, waiting: _Waiting) -> None:
 
 
 def _tidy_edge(graph: Graph, first: int, second: int, waiting: _Waiting) -> bool:
-    """Move the parts of an edge's costs that depend on one end alone into that node.
+    """Move the parts of an edge's costs that depend on one end alone into that node, and queue nodes that changed.
 
-    The edge is removed if no costs remain; return True in this case.
+    Afterwards every row and column that allows anything has a 0. The edge is removed if no costs remain; return True
+    in this case.
     """
     table = graph.edges[first][second]
     for node, axis in ((first, 1), (second, 0)):
@@ -139,15 +149,16 @@ def _tidy_edge(graph: Graph, first: int, second: int, waiting: _Waiting) -> bool
 
 
 def _tidy_edges(graph: Graph, node: int, waiting: _Waiting) -> None:
-    """Simplify all edges of a node."""
+    """Apply `_tidy_edge` to all edges of a node."""
     for other in list(graph.edges[node]):
         _tidy_edge(graph, node, other, waiting)
 
 
 def _keep(graph: Graph, node: int, kept: Ints, waiting: _Waiting, instead: Ints | None = None) -> None:
-    """Drop all alternatives of a node except `kept`.
+    """Drop all alternatives of a node except `kept`, ascending; simplify its edges, and queue its neighbours.
 
-    `instead` [alternatives] names for each alternative one in `kept` that is no worse, or -1.
+    `instead` [alternatives] names for each alternative one in `kept` that is no worse, or -1; None stands for -1 at
+    every dropped one. It serves `Graph.project`.
     """
     forward = np.full(len(graph.costs[node]), -1, dtype=np.int64)
     forward[kept] = np.arange(len(kept))
@@ -166,7 +177,9 @@ def _keep(graph: Graph, node: int, kept: Ints, waiting: _Waiting, instead: Ints 
 
 
 def _drop_forbidden(graph: Graph, node: int, waiting: _Waiting) -> None:
-    """Drop alternatives that are forbidden, or that exceed the memory capacity by themselves.
+    """Drop alternatives that are forbidden, or one of whose terms alone exceeds the capacity at some time.
+
+    Repeat, since simplified edges may forbid more of them.
 
     Raises `InfeasibleGraph` if none is left.
     """
@@ -185,9 +198,10 @@ def _drop_forbidden(graph: Graph, node: int, waiting: _Waiting) -> None:
 
 
 def _drop_dominated(graph: Graph, node: int, waiting: _Waiting) -> None:
-    """Drop dominated alternatives of a node.
+    """Drop dominated alternatives of a node: for any choices of the neighbours another one has no more cost or bytes.
 
-    If the work would be too large, only alternatives with equal rows and memory are compared.
+    If the work exceeds `_DOMINANCE_WORK`, `_drop_equal` goes first. If it then still exceeds twenty times that, no
+    other alternatives are compared.
     """
     cost = graph.costs[node]
     count = len(cost)
@@ -226,7 +240,7 @@ def _is_worth_compiling(work: int) -> bool:
 
 
 def _dominators_plainly(cost: Ints, usages: list[Ints], tables: list[Ints]) -> np.ndarray:
-    """Return the same as `dominance_kernels.dominators`, computed with numpy."""
+    """Return the mask [a, b] of `dominance_kernels.dominators`, computed with numpy."""
     count = len(cost)
     better = np.zeros((count, count), dtype=bool)
     # extra[a, b]: largest extra cost of moving from a to b, for any choices of the neighbours.
@@ -254,7 +268,10 @@ def _dominators_plainly(cost: Ints, usages: list[Ints], tables: list[Ints]) -> n
 
 
 def _last_dominator(better: np.ndarray, alive: np.ndarray, start: int) -> int:
-    """Return a living alternative that is no worse than `start`, by any chain of dominators; -1 if there is none."""
+    """Return a living alternative that is no worse than `start`, by any chain of dominators; -1 if there is none.
+
+    `better` is the mask of `dominators`, `alive` the mask of alternatives that remain.
+    """
     seen, front = {start}, [start]
     while front:
         for other in np.flatnonzero(better[front.pop()]).tolist():
@@ -267,7 +284,7 @@ def _last_dominator(better: np.ndarray, alive: np.ndarray, start: int) -> int:
 
 
 def _drop_equal(graph: Graph, node: int, waiting: _Waiting) -> None:
-    """Drop all but the cheapest of alternatives with equal table rows and equal memory."""
+    """Drop all but the cheapest of alternatives with equal table rows and equal memory; the first of equally cheap."""
     columns = list(graph.edges[node].values()) + [usage[:, None] for usage in graph.terms.get(node, {}).values()]
     rows = np.ascontiguousarray(np.concatenate(columns, axis=1))
     keys = rows.view(np.dtype((np.void, rows.dtype.itemsize * rows.shape[1]))).ravel()
@@ -283,7 +300,10 @@ def _drop_equal(graph: Graph, node: int, waiting: _Waiting) -> None:
 
 
 def _fix(graph: Graph, node: int, waiting: _Waiting) -> None:
-    """Remove a node with one alternative; its costs move to its neighbours, its memory reduces the capacity."""
+    """Remove a node with one alternative, and queue its neighbours.
+
+    Its cost moves to the offset, its edges' costs to the neighbours; its memory reduces the capacity.
+    """
     graph.offset += int(graph.costs[node][0])
     for other, table in graph.edges[node].items():
         cost = graph.costs[other]
@@ -297,7 +317,11 @@ def _fix(graph: Graph, node: int, waiting: _Waiting) -> None:
 
 
 def _merge_with_decider(graph: Graph, node: int, waiting: _Waiting) -> bool:
-    """Merge `node` into a neighbour if each of that neighbour's alternatives allows exactly one of the node's."""
+    """Merge `node` into the first neighbour each of whose alternatives allows exactly one of the node's.
+
+    Costs, edges and memory terms move to that neighbour. A neighbour with more alternatives than the node is skipped if
+    a new edge table would exceed `_TABLE` entries. Return False if nothing was merged.
+    """
     for other, table in graph.edges[node].items():
         open_ = table < FORBIDDEN
         if not (open_.sum(axis=0) == 1).all():
@@ -326,7 +350,11 @@ def _merge_with_decider(graph: Graph, node: int, waiting: _Waiting) -> bool:
 
 
 def _fold_leaf(graph: Graph, node: int, waiting: _Waiting) -> None:
-    """Eliminate a node of degree 1; a node with memory only if its cheapest answers also use the least memory."""
+    """Eliminate a node of degree 1 into its neighbour; a node with memory only if its cheapest answers also use least.
+
+    This must be so in each memory term separately; else the graph stays unchanged. Equally cheap answers prefer the
+    least total memory.
+    """
     ((other, table),) = graph.edges[node].items()
     total = np.minimum(graph.costs[node][:, None] + table, FORBIDDEN)
     best = np.argmin(total, axis=0)
@@ -354,7 +382,9 @@ def _fold_leaf(graph: Graph, node: int, waiting: _Waiting) -> None:
 def _fold_between(graph: Graph, node: int, waiting: _Waiting) -> None:
     """Eliminate a node of degree 2 without memory.
 
-    Its best answer to each pair of the neighbours' choices becomes an edge between them.
+    Its best answer to each pair of the neighbours' choices becomes an edge between them, or adds to it. The node stays
+    if the new table would have more entries than `_TABLE` and than both old ones together. It stays too if the work is
+    too large.
     """
     (left, left_table), (right, right_table) = graph.edges[node].items()
     shape = (left_table.shape[1], right_table.shape[1])
@@ -377,7 +407,7 @@ def _fold_between(graph: Graph, node: int, waiting: _Waiting) -> None:
 
 
 def _fold_between_plainly(from_left: Ints, right: Ints) -> tuple[Ints, np.ndarray]:
-    """Return the same as `dominance_kernels.fold_between`, computed with numpy."""
+    """Return minimum and alternative of `dominance_kernels.fold_between`, computed with numpy."""
     best = from_left[0][:, None] + right[0][None, :]
     answer = np.zeros(best.shape, dtype=np.int16)
     for alternative in range(1, len(from_left)):

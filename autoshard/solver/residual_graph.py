@@ -41,7 +41,7 @@ class Graph:
     share memory.
     """
     terms: dict[int, Terms]
-    """Maps each alive node to its memory terms; nodes without terms are absent."""
+    """Maps alive nodes to their memory terms; nodes without relevant terms are absent."""
     capacity: Ints
     """[compressed times] bytes that the terms together may use."""
     times: Ints
@@ -49,14 +49,19 @@ class Graph:
     offset: int
     """Total cost of the decided part."""
     undo: list[tuple]
-    """Steps to undo, newest last; see `restore`."""
+    """Steps to undo, newest last, in two forms.
+
+    `("keep", node, kept, forward)` dropped alternatives: `kept` has the old number of each new one. `forward` has for
+    each old one the new one that is no worse, or -1. `("fold", node, scope, table)` removed a node: `table`, over the
+    choices of `scope`, has its choice.
+    """
     size: int
     """Number of nodes of the whole problem."""
 
     def restore(self, choices: dict[int, int], after: int = 0) -> Ints:
-        """Return choices for every node of the problem from choices for the alive nodes.
+        """Return choices [problem nodes] from choices for the alive nodes.
 
-        Only the steps from `after` on are undone.
+        Only the steps from number `after` on are undone; nodes removed before have choice 0.
         """
         chosen = np.zeros(self.size, dtype=np.int64)
         for node, value in choices.items():
@@ -74,7 +79,8 @@ class Graph:
         """Return choices for the alive nodes that cost no more than `choices`, which are [problem nodes] as of step
         `after`.
 
-        Returns None when they use an alternative that cannot be part of any feasible choices.
+        Nodes folded since are left out. Returns None when a dropped alternative has no replacement: it cannot be part
+        of any feasible choices, or a restriction dropped it.
         """
         chosen = choices.copy()
         for step in self.undo[after:]:
@@ -86,7 +92,10 @@ class Graph:
         return {node: int(chosen[node]) for node in self.costs}
 
     def connect(self, first: int, second: int, table: Ints) -> None:
-        """Add `table` [alternatives of first, of second] to the edge between two nodes."""
+        """Add `table` [alternatives of first, of second] to the edge between two nodes, or make that edge.
+
+        Sums are clipped to `FORBIDDEN`. A new edge may share memory with `table`.
+        """
         known = self.edges[first].get(second)
         if known is None:
             table = np.ascontiguousarray(table)
@@ -97,13 +106,13 @@ class Graph:
             np.minimum(known, FORBIDDEN, out=known)
 
     def add_term(self, node: int, start: int, stop: int, usage: Ints) -> None:
-        """Add usage [alternatives] to a node's memory in [start, stop)."""
+        """Add usage [alternatives], in bytes, to a node's memory in the compressed times [start, stop)."""
         mine = self.terms.setdefault(node, {})
         known = mine.get((start, stop))
         mine[start, stop] = usage if known is None else known + usage
 
     def disconnect(self, first: int, second: int) -> None:
-        """Remove the edge between two nodes."""
+        """Remove the edge between two nodes, which must exist."""
         del self.edges[first][second]
         del self.edges[second][first]
 
@@ -116,7 +125,11 @@ class Graph:
 
 
 def build(problem: Problem) -> Graph:
-    """Build the graph of a whole problem: parallel edges merged, self edges folded in, costs made non-negative."""
+    """Build the graph of a whole problem: parallel edges merged, self edges folded in, costs made non-negative.
+
+    The least cost of each node and edge moves to the offset. Memory terms are left out if the limit cannot be exceeded.
+    Raises `OutOfRangeError` if usages are too large for exact sums.
+    """
     offset = 0
     costs: dict[int, Ints] = {}
     bounds = problem.node_offsets.tolist()
@@ -143,7 +156,10 @@ def build(problem: Problem) -> Graph:
 
 
 def _above_least(costs: Ints) -> tuple[Ints, int]:
-    """Return the costs minus their least, clipped to `FORBIDDEN`, and this least; no difference overflows 64 bits."""
+    """Return the costs minus their least, clipped to `FORBIDDEN`, and this least; no difference overflows 64 bits.
+
+    If all are forbidden, they become `FORBIDDEN`, and the least 0.
+    """
     least = int(costs.min())
     if least == 0:
         return np.minimum(costs, FORBIDDEN), 0
@@ -157,7 +173,8 @@ def _above_least(costs: Ints) -> tuple[Ints, int]:
 def spread(problem: Problem) -> int:
     """Return the sum over nodes and edges of their largest allowed minus their least cost.
 
-    It is an upper bound on the cost range of choices without forbidden parts.
+    It is an upper bound on the cost range of choices without forbidden parts. Nodes and edges without an allowed cost
+    count 0.
     """
     total = 0
     for costs, offsets in ((problem.node_costs, problem.node_offsets), (problem.edge_costs, problem.edge_offsets)):
@@ -170,9 +187,10 @@ def spread(problem: Problem) -> int:
 
 
 def most_usage(problem: Problem) -> int:
-    """Return the bytes at the worst time if every node used its largest usage.
+    """Return an upper bound on the bytes at the worst time: every term has its largest usage.
 
-    A single usage above the limit counts as limit plus one byte, since it is equally infeasible.
+    If the sum of all terms is below `EXACT`, that sum is returned, live at the same time or not. A single usage above
+    the limit counts as limit plus one byte, since it is equally infeasible. Without a limit or terms the result is 0.
     """
     limit = problem.usage_limit
     if limit is None or not len(problem.term_nodes):
@@ -190,7 +208,9 @@ def most_usage(problem: Problem) -> int:
 
 
 def _add_terms(graph: Graph, problem: Problem) -> None:
-    """Add the memory terms to the graph, unless the limit can never be exceeded.
+    """Add the memory terms to the graph, unless there is no limit or it can never be exceeded.
+
+    Compressed times are 0 and the starts of terms, since usage rises at no other time. Empty terms are left out.
 
     Raises `OutOfRangeError` if the usages are too large for exact sums.
     """
@@ -220,6 +240,8 @@ def _add_terms(graph: Graph, problem: Problem) -> None:
 
 def compress(graph: Graph) -> None:
     """Drop memory that cannot matter: constant parts of usages, times that cannot exceed capacity, and implied times.
+
+    Constant parts are subtracted from the capacity. The graph is changed in place.
 
     Raises `OverLimit`, with the worst time, when the least usage at some time exceeds the limit.
     """
@@ -256,7 +278,7 @@ def compress(graph: Graph) -> None:
 
 
 def _merge_times(graph: Graph) -> None:
-    """Drop each time that another one implies: its live set is a subset, and its capacity is no smaller."""
+    """Drop each time that a neighbouring one implies: its live terms are a subset, and its capacity is no smaller."""
     count = len(graph.capacity)
     starts, stops = [False] * (count + 1), [False] * (count + 1)
     for node_terms in graph.terms.values():
@@ -281,7 +303,10 @@ def _merge_times(graph: Graph) -> None:
 
 
 def _rename_times(graph: Graph, rename: list[int]) -> None:
-    """Change the time numbers of all terms to those in `rename`; terms with an empty interval disappear."""
+    """Change the time numbers of all terms to those in `rename` [old times + 1]; empty intervals disappear.
+
+    Terms of a node with equal new intervals are added up.
+    """
     old, graph.terms = graph.terms, {}
     for node, node_terms in old.items():
         for (start, stop), usage in node_terms.items():
@@ -290,5 +315,5 @@ def _rename_times(graph: Graph, rename: list[int]) -> None:
 
 
 def table_entries(graph: Graph) -> int:
-    """Return the number of entries of all edge tables."""
+    """Return the number of entries of all edge tables; each edge counts once."""
     return sum(table.size for near in graph.edges.values() for table in near.values()) // 2

@@ -22,11 +22,14 @@ class Solution:
     """The incumbent of a solve, and a lower bound on the cost of any choices."""
 
     choices: NDArray[np.int64]
-    """[N]; one alternative for each node. For INFEASIBLE and UNKNOWN: the choices with the smallest excess found."""
+    """[N]; one alternative for each node. For INFEASIBLE and UNKNOWN: the choices with the smallest excess found.
+
+    The array is empty if the search ended at `enough` without choices.
+    """
     cost: int
-    """Exact sum of the chosen costs, recomputed from the whole problem by `evaluate`."""
+    """Exact sum of the chosen costs, recomputed from the whole problem by `evaluate`; `FORBIDDEN` for no choices."""
     lower_bound: int
-    """Lower bound on the cost of all feasible choices; `FORBIDDEN` if INFEASIBLE."""
+    """Lower bound on the cost of all feasible choices, equal to the cost if OPTIMAL; `FORBIDDEN` if INFEASIBLE."""
     status: Status
     stats: dict[str, Any]
     """Statistics of the solve, not needed to use the answer. Without feasible choices they contain `excess` (bytes, the
@@ -35,7 +38,10 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """(cost - lower_bound) / cost; 0 when proven optimal, infinite without feasible choices."""
+        """(cost - lower_bound) / |cost|, as a fraction; 0 when proven optimal, infinite without feasible choices.
+
+        A cost between -1 and 1 counts as 1 in the divisor.
+        """
         if self.status is Status.OPTIMAL:
             return 0.0
         if self.status is not Status.FEASIBLE:

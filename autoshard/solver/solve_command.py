@@ -25,7 +25,8 @@ def run_solve(
 ) -> int:
     """Solve a contest file and return the exit code; progress goes to stderr, the choices are the last line of stdout.
 
-    With `as_json` stdout gets one object instead: the choices, their cost, the bound and more.
+    With `as_json` stdout gets one object instead: the choices, their cost, the bound and more. `out` names a file that
+    receives choices, cost, bound and status as JSON. The other arguments are those of `solve`.
 
     The limit counts from the start of the process, so it includes reading. Once the file is read, SIGINT and SIGTERM
     end the search; the best choices so far are then printed, with exit code 0. Otherwise the code is 0 with feasible
@@ -44,6 +45,7 @@ def run_solve(
     print(f"{time.monotonic() - began:8.2f} s  {problem.num_nodes} nodes, {problem.num_edges} edges", file=sys.stderr)
 
     def show(moment: Progress) -> None:
+        """Print one line to stderr: seconds since the start, incumbent, bound and gap."""
         cost = moment.incumbent
         gap = "none" if cost is None else f"{100 * (cost - moment.bound) / max(1, abs(cost)):.4f} %"
         line = f"{time.monotonic() - began:8.2f} s  incumbent {cost if cost is not None else 'none'}"

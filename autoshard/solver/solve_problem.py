@@ -47,7 +47,7 @@ class Progress:
     incumbent: int | None
     """Cost of the best feasible choices so far; None before any were found."""
     bound: int
-    """Best lower bound of the cost so far."""
+    """Best lower bound of the cost so far; at first the sum of all least costs."""
 
 
 def solve(
@@ -70,10 +70,10 @@ def solve(
     - `time_limit`: seconds of `clock`.
     - `seed`: seed of the search. With `iterations`, the same seed gives the same answer unless the time limit ends the
       search first.
-    - `hint`: start of the search, [N] choices, feasible or not.
+    - `hint`: start of the search, [N] choices, feasible or not; the answer is never worse than a feasible hint.
     - `threads`: 1 or 2; larger numbers act as 2. With 2 one thread searches while a second process solves restricted
       problems exactly.
-    - `iterations`: rounds of work after which the search ends.
+    - `iterations`: rounds of work after which the search ends; None for no such limit.
     - `progress`: called whenever the incumbent or the bound improves.
     - `stop`: event that ends the search early.
     - `clock`: wall clock by default; with `processor_seconds` the limit counts processor time. A second process
@@ -119,14 +119,20 @@ class _Solve:
         self.stop_requested = (lambda: False) if stop is None else stop.is_set
         self.enough = enough
         self.best: Ints | None = None
+        """Best feasible choices so far, the incumbent."""
         self.cost: int | None = None
+        """Cost of `best`."""
         self.bound = self.least = _trivial_bound(problem)
+        """Best lower bound so far, and the one known from the start."""
         self.stats: dict = {}
         self.nearest: Ints | None = None
         """Choices at the end of a search that found no feasible ones."""
 
     def run(self, hint: NDArray[np.int64] | None) -> Solution:
-        """Solve the problem, from the choices `hint` if given."""
+        """Solve the problem, from the choices `hint` if given.
+
+        The status is OPTIMAL if the search proved it or the bound reaches the cost, INFEASIBLE only if proven.
+        """
         if hint is not None:
             self.offer(np.asarray(hint))
         graph = build(self.problem)
@@ -161,14 +167,20 @@ class _Solve:
         return self.stopped() or self.clock() >= self.deadline
 
     def reduce(self, graph: Graph) -> None:
+        """Apply the exact reductions to the graph, for at most the share `_REDUCING` of the time limit.
+
+        Raises `InfeasibleGraph` or `OverLimit` if no choices are feasible.
+        """
         # With an iteration limit the answer must be reproducible, so only the full deadline cuts the reductions short.
-        """Apply the exact reductions to the graph."""
         until = self.deadline - (0.0 if self.iterations is not None else (1 - _REDUCING) * self.time_limit)
         reduce(graph, lambda: self.stopped() or self.clock() >= until)
 
     def search(self, graph: Graph) -> bool:
         """Solve the reduced graph; return True if the incumbent is proven best, or if none exists and that is
         proven.
+
+        In order: elimination without memory, HiGHS on a small graph, then the search in parallel with restricted
+        solves. Incumbent and bound are raised on the way. False is returned too if the bound reaches `enough`.
         """
         if not graph.costs:
             self.offer(graph.restore({}))
@@ -238,7 +250,7 @@ class _Solve:
         return done
 
     def raise_mip_bound(self, graph: Graph, bound: float) -> None:
-        """Raise the bound to the lower bound of a MIP solve."""
+        """Raise the bound to the lower bound of a MIP solve, offset added; an infinite one changes nothing."""
         if np.isfinite(bound):
             # The bound is a float of HiGHS: subtract its possible rounding error.
             self.raise_bound(graph.offset + math.floor(bound - 1e-7 * abs(bound)))
@@ -257,12 +269,15 @@ class _Solve:
             self.report_progress()
 
     def report_progress(self) -> None:
-        """Report incumbent and bound to the caller."""
+        """Call `progress`, if given, with incumbent and bound."""
         if self.progress is not None:
             self.progress(Progress(time.monotonic() - self.began, self.cost, self.bound))
 
     def finish(self, status: Status) -> Solution:
-        """Return the incumbent as the solution, after a check by independent code."""
+        """Return the incumbent as the solution, after a check by independent code; if OPTIMAL, its cost is the bound.
+
+        Raises `RuntimeError` if the check finds another cost, or choices that are not feasible.
+        """
         assert self.best is not None and self.cost is not None
         judged = evaluate(self.problem, self.best)
         if judged.cost != self.cost or not judged.feasible:
@@ -275,8 +290,10 @@ class _Solve:
     def infeasible(self, proven: bool) -> Solution:
         """Return the answer of a solve without feasible choices.
 
-        Ignoring costs, a bisection on the memory limit looks for choices with the smallest excess. Raises
-        `OutOfRangeError` if choices exist, but their costs cannot be distinguished from forbidden ones.
+        Choices at the end of the search are returned, if there are any. Else, ignoring costs, a bisection on the memory
+        limit looks for choices with the smallest excess. If it finds feasible ones, these are the solution, unless
+        `proven`. Raises `OutOfRangeError` if choices exist, but their costs cannot be distinguished from forbidden
+        ones.
         """
         cost_spread = spread(self.problem)
         dearest = max(cost_spread, cost_spread + self.least)
@@ -323,7 +340,7 @@ class _Solve:
         return self.without(choices, proven)
 
     def of_no_use(self) -> Solution:
-        """Return the answer when no choices cost less than `enough`."""
+        """Return the answer when no choices cost less than `enough`: no choices, cost `FORBIDDEN`, status UNKNOWN."""
         self.stats["solve_s"] = time.monotonic() - self.began
         return Solution(np.zeros(0, dtype=np.int64), FORBIDDEN, self.bound, Status.UNKNOWN, self.stats)
 
@@ -333,7 +350,10 @@ class _Solve:
         return _any(allowed, max(self.deadline, self.clock() + 1.0), self.clock, self.seed, self.threads) is not None
 
     def without(self, choices: Ints, proven: bool) -> Solution:
-        """Return the answer without feasible choices: the given choices, which come nearest to feasibility."""
+        """Return the answer without feasible choices: the given choices, which come nearest to feasibility.
+
+        `proven` gives the status INFEASIBLE and the bound `FORBIDDEN`, else it is UNKNOWN with the best bound.
+        """
         judged = evaluate(self.problem, choices)
         self.stats |= {"excess": judged.excess, "excess_time": judged.peak_time, "peak_usage": judged.peak_usage}
         self.stats["solve_s"] = time.monotonic() - self.began
@@ -342,7 +362,10 @@ class _Solve:
 
 
 def _any(problem: Problem, deadline: float, clock: Clock, seed: int, threads: int) -> Ints | None:
-    """Return any feasible choices of a problem without costs; None if none were found in time."""
+    """Return any feasible choices of a problem without costs; None if none exist or were found by the deadline.
+
+    The search has at least 0.3 seconds.
+    """
     left = max(0.3, deadline - clock())
     inner = _Solve(problem, left, clock, seed, threads, None, None, None)
     graph = build(problem)
@@ -355,7 +378,7 @@ def _any(problem: Problem, deadline: float, clock: Clock, seed: int, threads: in
 
 
 def _without_costs(problem: Problem, limit: int | None) -> Problem:
-    """Return the problem with all allowed costs zero, under another memory limit."""
+    """Return the problem with all allowed costs zero, under another memory limit in bytes (None: no limit)."""
     return dataclasses.replace(
         problem,
         node_costs=np.where(problem.node_costs >= FORBIDDEN, FORBIDDEN, 0),
@@ -365,7 +388,7 @@ def _without_costs(problem: Problem, limit: int | None) -> Problem:
 
 
 def _trivial_bound(problem: Problem) -> int:
-    """Return the sum of the smallest cost of every node and edge, a lower bound."""
+    """Return the sum of the smallest cost of every node and edge, a lower bound on any choices' cost."""
     nodes = np.minimum.reduceat(problem.node_costs, problem.node_offsets[:-1])
     edges = np.minimum.reduceat(problem.edge_costs, problem.edge_offsets[:-1]) if problem.num_edges else nodes[:0]
     return sum(nodes.tolist()) + sum(edges.tolist())

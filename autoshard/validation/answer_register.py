@@ -18,15 +18,17 @@ from autoshard.serving.decoder_counts import Decoder
 
 
 Setting = Mapping[str, Any]
+"""Figures that a worked question states, by the names in its book or in `chip_of`."""
 ANSWERS: dict[str, Callable[[Setting], float]] = {}
 """Id of a worked question -> function that answers the question."""
 
 LLAMA2_13B = Decoder(40, 5120, 13824, 40, 40, 128, 32000)
 LLAMA3_70B = Decoder(80, 8192, 28672, 64, 8, 128, 128256)
+"""Decoders whose dims several questions use."""
 
 
 def answers(name: str) -> Callable[[Callable[[Setting], float]], Callable[[Setting], float]]:
-    """Register the decorated function as the answer to the question with this id."""
+    """Return a decorator that registers a function in `ANSWERS` under the question's id, and returns it unchanged."""
 
     def register(function: Callable[[Setting], float]) -> Callable[[Setting], float]:
         ANSWERS[name] = function
@@ -36,7 +38,10 @@ def answers(name: str) -> Callable[[Callable[[Setting], float]], Callable[[Setti
 
 
 def chip_of(setting: Setting, default: str = "v5p") -> Chip:
-    """Return the chip of a question's setting, with the rates that the setting states."""
+    """Return the chip that a question's setting names (`default` if none), with the rates that the setting states.
+
+    Rates are in FLOP/s and B/s, memory in bytes; rates that are not stated are those of the chip's file.
+    """
     chip = load_chip(setting.get("chip", default))
     peaks = dict(chip.peak_flops_per_s)
     peaks["bf16"] = setting.get("flops", setting.get("C", peaks["bf16"]))
@@ -56,23 +61,30 @@ def chip_of(setting: Setting, default: str = "v5p") -> Chip:
 
 
 def machine(chip: Chip, shape: str) -> Topology:
-    """Return a topology of this shape whose chips have the rates of `chip`."""
+    """Return a topology of this shape, such as `4x4x4`, whose chips have the rates of `chip`."""
     return dataclasses.replace(Topology.parse(f"{chip.name}:{shape}"), chip=chip)
 
 
 def compute_of(setting: Setting, shape: str = "", default: str = "v5p") -> Compute:
-    """Return the compute model of a setting, by default on the smallest slice with as many torus dims as the chip."""
+    """Return the compute model of a setting, at peak rates, on a slice of this shape.
+
+    An empty `shape` stands for the smallest slice with as many torus dims as the chip. `default` is the chip of a
+    setting that names none.
+    """
     chip = chip_of(setting, default)
     return Compute(machine(chip, shape or ("2x2x1" if chip.torus_dims == 3 else "1x1")), Calibration.ideal(chip))
 
 
 def collectives(chip: Chip, shape: str, **sizes: int) -> Collectives:
-    """Return the collective model of a mesh with the axes `sizes` on a slice of this shape."""
+    """Return the collective model, at peak rates, of a mesh with the axes `sizes` (name -> devices) on such a slice."""
     return Collectives(make_mesh(machine(chip, shape), sizes), Calibration.ideal(chip))
 
 
 def crossing(rising: Callable[[float], float], level: Callable[[float], float]) -> float:
-    """Return the argument above which `rising` exceeds `level`, by bisection on a log scale from 1e-3 to 1e12."""
+    """Return the argument above which `rising` exceeds `level`, by bisection on a log scale from 1e-3 to 1e12.
+
+    The two must cross at most once. Without a crossing the result is the end of the range that is nearer to one.
+    """
     low, high = math.log(1e-3), math.log(1e12)
     for _ in range(200):
         middle = (low + high) / 2

@@ -50,7 +50,7 @@ def compile_pairs(
 
 
 def _row(row: MeasuredPlan, seen: dict[Run, CompileReport | str], time_limit: float) -> PairRow:
-    """Return a row with the compiler's prediction.
+    """Return a row with the compiler's prediction, or with `skipped`, the reason why there is none.
 
     - `seen`: report of each compiled run, or the reason why it was not compiled; updated.
     - `time_limit`: seconds for compiling the row.

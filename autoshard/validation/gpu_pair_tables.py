@@ -25,7 +25,10 @@ _CHOICES = (
 
 
 def gpu_pair_figures(found: GpuPairs) -> dict[str, Any]:
-    """Return the JSON object of `autoshard validate --pairs ultrascale --json`: seconds, GiB, errors as shares."""
+    """Return the JSON object of `autoshard validate --pairs ultrascale --json`: seconds, GiB, errors as shares.
+
+    Regrets of the rules in `_CHOICES` are absent if no problem has two measured plans. Infinite regrets are None.
+    """
     counted, right, stated, false_fits = found.verdicts()
     return {
         "errors": [
@@ -62,7 +65,7 @@ def gpu_pair_figures(found: GpuPairs) -> dict[str, Any]:
 
 
 def _row(each: PricedGpuRow) -> dict[str, Any]:
-    """Return the JSON object of a row."""
+    """Return the JSON object of a row; predictions are None if the run was not rebuilt, or cannot run as predicted."""
     row, step = each.row, each.step
     runs = step is not None and step.runs
     return {
@@ -91,7 +94,7 @@ def _regrets(found: GpuPairs, choose: Any) -> list[float]:
 
 
 def _regret_figures(found: GpuPairs, choose: Any) -> dict[str, Any]:
-    """Return the JSON object of a rule's regrets."""
+    """Return the JSON object of a rule's regrets; the mean and worst are None if a choice did not run."""
     regrets = _regrets(found, choose)
     ran = [each for each in regrets if math.isfinite(each)]
     return {
@@ -109,7 +112,11 @@ def _finite(value: float | None) -> float | None:
 
 
 def gpu_pair_report(found: GpuPairs) -> RenderableType:
-    """Render the problems with our choices, regrets, verdicts, errors, and the reasons for rows that are left out."""
+    """Render the problems with our choices, regrets, verdicts, errors, and the reasons for rows that are left out.
+
+    Only problems with at least two measured plans are listed, at most `_MOST_PROBLEMS`. Verdicts appear if some run
+    failed. Each reason appears once, with the first row that has it.
+    """
     parts: list[RenderableType] = []
     problems = [problem for problem in found.problems if len(problem.measured) > 1]
     if problems:
@@ -138,7 +145,7 @@ def gpu_pair_report(found: GpuPairs) -> RenderableType:
 
 
 def _table(*columns: str) -> Table:
-    """Return an empty table; all columns but the first are aligned to the right."""
+    """Return a table with these columns and no rows; all columns but the first are aligned to the right."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim")
     table.add_column(columns[0], no_wrap=True)
     for column in columns[1:]:
@@ -147,7 +154,7 @@ def _table(*columns: str) -> Table:
 
 
 def _said(problem: GpuProblem) -> Text:
-    """Describe a problem: the best measured plan, and our choice with its regret."""
+    """Describe a problem with measured plans: the fastest of them, and our choice with its regret if that is finite."""
     chosen, best = problem.chosen, min(problem.measured, key=lambda each: each.row.measured_s or 0.0)
     head = f"{problem.name} ({len(problem.measured)} of {len(problem.rows)} ran): best {best.row.label}, "
     head += f"{best.row.measured_s:.4g} s"
@@ -160,7 +167,10 @@ def _said(problem: GpuProblem) -> Text:
 
 
 def _regret_table(found: GpuPairs) -> Table:
-    """Tabulate the regrets of each rule of `_CHOICES`."""
+    """Tabulate, for each rule of `_CHOICES`, the regrets of problems with at least two measured plans.
+
+    Columns: number of regrets, choices that did not run, geometric mean of all, and of those that ran, worst of those.
+    """
     table = _table("regret", "problems", "failed", "mean", "of those that ran", "worst")
     for name, choose in _CHOICES:
         regrets = _regrets(found, choose)
@@ -173,7 +183,7 @@ def _regret_table(found: GpuPairs) -> Table:
 
 
 def _error_table(found: GpuPairs) -> Table:
-    """Tabulate the errors of each table of runs."""
+    """Tabulate the errors of each table of runs, and of all tables if there are several, in percent."""
     table = _table("error of step times", "rows", "rebuilt", "mean", "median", "p90", "of memory")
     for each in found.errors():
         shares = (each.mean, each.median, each.p90, each.memory_median)
@@ -183,4 +193,5 @@ def _error_table(found: GpuPairs) -> Table:
 
 
 def _number(value: float | None) -> str:
+    """Return a regret as text: `-` for None, `did not run` for infinity."""
     return "-" if value is None else "did not run" if math.isinf(value) else f"{value:.3f}"

@@ -35,13 +35,13 @@ class PricedGpuRow:
 
     @property
     def limit(self) -> float:
-        """Bytes that a program's tensors may occupy on a GPU according to our model."""
+        """Bytes that a program's tensors may occupy on a GPU according to our model; the run must be rebuilt."""
         assert self.row.run is not None
         return self.row.run.topology.usable_bytes * host_figures().usable_share
 
     @property
     def fits(self) -> bool:
-        """True if the predicted peak fits into the memory of a GPU."""
+        """True if the predicted peak is within `limit`; False for a run that was not rebuilt or cannot run."""
         return self.step is not None and self.step.runs and self.step.peak_bytes <= self.limit
 
     @property
@@ -56,7 +56,7 @@ class PricedGpuRow:
 
     @property
     def error(self) -> float:
-        """Error of the predicted step time, as a share of the measured one."""
+        """Signed error of the predicted step time, as a share of the measured one; defined only if `ran`."""
         assert self.step is not None and self.row.measured_s is not None
         return self.step.seconds / self.row.measured_s - 1.0
 
@@ -72,11 +72,12 @@ class GpuProblem:
     """One model on a number of GPUs, under several plans of the same batch."""
 
     name: str
+    """Model and number of GPUs."""
     rows: tuple[PricedGpuRow, ...]
 
     @property
     def measured(self) -> list[PricedGpuRow]:
-        """Rows that ran and could be rebuilt."""
+        """Rows that have a measured time and could be rebuilt."""
         return [each for each in self.rows if each.row.measured_s is not None and each.step is not None]
 
     @property
@@ -95,7 +96,7 @@ class GpuProblem:
         return min(fitting, key=_seconds, default=None)
 
     def least_parallel(self, worst: bool = False) -> PricedGpuRow:
-        """Return the measured plan with the least model parallelism.
+        """Return the measured plan with the least model parallelism; there must be a measured plan.
 
         Ties go to the fastest such plan, or with `worst` to the slowest.
         """
@@ -106,8 +107,8 @@ class GpuProblem:
     def regret(self, choice: PricedGpuRow | None) -> float | None:
         """Return the measured time of a choice over the time of the best plan.
 
-        The regret is infinite if the choice did not run. The result is None if fewer than two plans ran, or if the
-        source does not state that the choice failed.
+        The regret is infinite if the source states that the choice failed. The result is None for a choice of None, and
+        if fewer than two plans are measured. It is None too if the choice has no time and the source states no failure.
         """
         if len(self.measured) < 2 or choice is None:
             return None
@@ -139,14 +140,19 @@ class GpuErrors:
     """Errors of the predictions of one table, as shares of the measured values; None without measured values."""
 
     table: str
+    """Name of the table, or `all`."""
     rows: int
+    """Number of rows of the table."""
     priced: int
     """Number of rows that were rebuilt."""
     mean: float | None
     """Mean error of step times, without sign."""
     median: float | None
+    """Median error of step times, without sign."""
     p90: float | None
+    """90th percentile of the errors of step times, without sign."""
     memory_median: float | None
+    """Median error of peak memory, without sign."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -161,7 +167,7 @@ class GpuPairs:
         return [each for problem in self.problems for each in problem.rows]
 
     def errors(self) -> list[GpuErrors]:
-        """Return the errors of each table in the order of the file, then the errors of all tables together."""
+        """Return the errors of each table in the order of the file, then of all together if there are several."""
         tables = list(dict.fromkeys(each.row.table for each in self.rows))
         by_table = [_errors(table, [each for each in self.rows if each.row.table == table]) for table in tables]
         return [*by_table, _errors("all", self.rows)] if len(by_table) > 1 else by_table
@@ -172,7 +178,10 @@ class GpuPairs:
         return [(problem, regret) for problem, regret in regrets if regret is not None]
 
     def verdicts(self) -> tuple[int, int, int, int]:
-        """Return the numbers of counted verdicts, of right ones, of rows with a known outcome, and of false "fits"."""
+        """Return the numbers of counted verdicts, of right ones, of rows with a known outcome, and of false "fits".
+
+        Only rebuilt rows count. Verdicts near the limit are not counted as such, but their false "fits" are.
+        """
         stated = [each for each in self.rows if each.step is not None and each.row.fits is not None]
         counted = [each for each in stated if not each.near]
         right = sum(each.fits == each.row.fits for each in counted)
@@ -191,7 +200,10 @@ class GpuPairs:
 
 
 def _holds_as_much(other: GpuRun, run: GpuRun) -> bool:
-    """Return True if a GPU of the run `other` needs at least as much memory as a GPU of `run`."""
+    """Return True if a GPU of the run `other` certainly needs at least as much memory as a GPU of `run`.
+
+    False if the two differ in model, framework, chip, sequence length, model parallelism, recomputation or chunks.
+    """
     same = all(
         getattr(other, name) == getattr(run, name)
         for name in ("decoder", "framework", "seq", "tp", "pp", "recompute", "chunks")
@@ -208,7 +220,7 @@ def _holds_as_much(other: GpuRun, run: GpuRun) -> bool:
 
 
 def _errors(table: str, rows: Sequence[PricedGpuRow]) -> GpuErrors:
-    """Compute the errors of a table's rows."""
+    """Compute the errors of a table's rows; rows without a measured or predicted value are left out."""
     errors = [abs(each.error) for each in rows if each.ran]
     memory = [
         abs(each.step.peak_bytes / each.row.measured_bytes - 1.0)
@@ -227,7 +239,7 @@ def _errors(table: str, rows: Sequence[PricedGpuRow]) -> GpuErrors:
 
 
 def geometric_mean(values: Sequence[float]) -> float | None:
-    """Return the geometric mean of some regrets: infinite if one of them is, None if there are none."""
+    """Return the geometric mean of some regrets, all above 0: infinite if one of them is, None if there are none."""
     return math.exp(statistics.fmean(math.log(each) for each in values)) if values else None
 
 
@@ -236,8 +248,9 @@ def validate_gpu_pairs(
 ) -> GpuPairs:
     """Rebuild and price every row of a file, or of a shipped table (`ultrascale`, `vtrain`).
 
-    Problems whose names contain none of the texts in `only` are left out. Raises: `UserError` for a file that cannot be
-    read, and if no problem is left.
+    Problems whose names contain none of the texts in `only` are left out; an empty `only` leaves out none. `progress`
+    receives lines of text, for every 50th problem if there are 50 or more. Raises: `UserError` for a file that cannot
+    be read, and if no problem is left.
     """
     say = progress or (lambda line: None)
     grouped: dict[str, list[GpuRow]] = {}
@@ -255,4 +268,5 @@ def validate_gpu_pairs(
 
 
 def _priced(row: GpuRow) -> PricedGpuRow:
+    """Price the step of a row's run; a row without a run has no step."""
     return PricedGpuRow(row, None if row.run is None else price_step(row.run))

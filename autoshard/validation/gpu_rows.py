@@ -21,7 +21,9 @@ class GpuRow:
     problem: str
     """Model and number of GPUs; plans of one problem are compared."""
     source: str
+    """Publication or repository of the measurement."""
     label: str
+    """Degrees and other options of the plan as text."""
     run: GpuRun | None
     """Description of the run; None if it cannot be rebuilt."""
     measured_s: float | None
@@ -35,7 +37,10 @@ class GpuRow:
 
 
 def read_gpu_rows(path: str | pathlib.Path) -> tuple[GpuRow, ...]:
-    """Read the rows of a file in one of the known forms. Raises: UserError for another file."""
+    """Read the rows of a JSON file in one of the known forms.
+
+    Raises: UserError for a file that cannot be read, of another form, or with a row that lacks a required value.
+    """
     file = pathlib.Path(path)
     try:
         document = read_json(file)
@@ -56,7 +61,7 @@ _FORMS = (
 
 
 def is_gpu_document(document: Any) -> bool:
-    """Return True if a document has one of the forms that `rows_of_document` reads."""
+    """Return True if a document's keys are those of a form that `rows_of_document` reads; rows are not examined."""
     return isinstance(document, dict) and bool(
         {"models", "rows"} <= document.keys()
         or {"single", "multi"} & document.keys()
@@ -65,7 +70,10 @@ def is_gpu_document(document: Any) -> bool:
 
 
 def names_gpu_rows(name: str) -> bool:
-    """Return True if the value of `--pairs` names a shipped table of runs on GPUs, or a file of such runs."""
+    """Return True if the value of `--pairs` names a shipped table of runs on GPUs, or a file of such runs.
+
+    False for a file that cannot be read.
+    """
     if name in ("ultrascale", "vtrain"):
         return True
     try:
@@ -106,13 +114,19 @@ def _made(names: tuple[str, str, str, str], measured: Mapping[str, Any], **state
 
 
 def _dicts(table: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of a table as mappings from the names of its columns."""
+    """Yield the rows of a table as mappings from the names of its columns.
+
+    Rows that are lists have their names in `columns`, in order. Without `rows` nothing is yielded.
+    """
     for row in table.get("rows", ()):
         yield row if isinstance(row, Mapping) else dict(zip(table["columns"], row, strict=True))
 
 
 def _sweep(document: Mapping[str, Any]) -> Iterator[GpuRow]:
-    """Yield runs of nanotron on H100. Defaults: sequences of 4096 tokens and a vocabulary of 131072."""
+    """Yield runs of nanotron on H100, without recomputation. Defaults: sequences of 4096 tokens, vocabulary of 131072.
+
+    Seconds of a step follow from the measured tokens per second; a run that did not fit has none.
+    """
     for row in _dicts(document):
         dims = document["models"][row["model"]]
         decoder = Decoder(
@@ -151,19 +165,19 @@ def _sweep(document: Mapping[str, Any]) -> Iterator[GpuRow]:
 
 
 def _gpt(layers: int, width: int, heads: int, mlp_width: int, vocabulary: int) -> Decoder:
-    """Return a decoder as GPT's: one matrix for embedding and head, as many key heads as query heads, plain MLPs."""
+    """Return a decoder as GPT's: one matrix for embedding and head, as many key heads as query heads, ungated MLPs."""
     return Decoder(layers, width, mlp_width, heads, heads, width // heads, vocabulary, gated=False, tied=True)
 
 
 def _with_cards(topology: Topology, bytes_per_s: float) -> Topology:
-    """Return the topology with network cards of this rate for each GPU."""
+    """Return the topology with a network rate of `bytes_per_s` for each GPU."""
     return dataclasses.replace(
         topology, chip=dataclasses.replace(topology.chip, network_bytes_per_s_per_chip=bytes_per_s)
     )
 
 
 def _validation_rows(document: Mapping[str, Any]) -> Iterator[GpuRow]:
-    """Yield runs of Megatron-DeepSpeed on A100. All of them use full recomputation."""
+    """Yield runs of Megatron-DeepSpeed on A100, of one node and then of several; all ran, with full recomputation."""
     for table in ("single", "multi"):
         nodes = "one node" if table == "single" else "several nodes"
         for row in _dicts(document.get(table, {})):
@@ -199,7 +213,7 @@ _LENT = {"h100_80gb": "h100", "a100_80gb": "a100"}
 
 
 def _fsdp_rows(document: Mapping[str, Any]) -> Iterator[GpuRow]:
-    """Yield runs of llm-foundry's MPT models under FSDP."""
+    """Yield runs of llm-foundry's MPT models under FSDP; those in 8-bit floats or on unknown chips are skipped."""
     for row in document.get("llm_foundry", ()):
         label = f"{row['model']} {row['seq']} micro {row['micro_batch']} {row['sharding']} remat {row['remat']}"
         names = (

@@ -73,6 +73,7 @@ def _(setting: Setting) -> float:
     rows, columns = 1e6, 1e4
 
     def replicated(contracted: float) -> float:
+        """Return the seconds of the matmul that each device repeats if operands are gathered."""
         return float(compute.op_seconds(2 * rows * contracted * columns, 0))
 
     return crossing(replicated, lambda _: float(wire.time("all-reduce", ("model",), 2 * rows * columns)))
@@ -179,7 +180,7 @@ def _(setting: Setting) -> float:
 
 
 def _square_decoder(setting: Setting) -> Decoder:
-    """Return a decoder whose intermediates are all one or four widths wide."""
+    """Return a decoder of `L` layers and width `D` whose intermediates are all one or four widths wide."""
     width = setting["D"]
     return Decoder(setting["L"], width, 4 * width, width // 128, width // 128, 128, 0)
 

@@ -32,6 +32,7 @@ class PairRow:
     """One measured plan with our prediction."""
 
     plan: str
+    """The row's options as text."""
     choice: str = ""
     """The plan without the way it was written or measured; rows with equal `choice` measure one plan several times."""
     measured_s: float | None = None
@@ -45,13 +46,15 @@ class PairRow:
     measured_bytes: int | None = None
     """Measured peak memory of one device, or the memory that a failed plan needed; None if it is not stated."""
     predicted_bytes: int | None = None
+    """Predicted peak memory of one device; None if the row is skipped."""
     fits: bool | None = None
-    """True if we predict that the plan fits a device's memory."""
+    """True if we predict that the plan fits a device's memory; None if the row is skipped."""
     measured_fits: bool | None = None
     """True if the plan ran; None if the source does not state it."""
     skipped: str = ""
     """Reason why there is no prediction; empty otherwise."""
     assumed: tuple[str, ...] = ()
+    """Choices of the rebuilt run that its source leaves open."""
 
     @classmethod
     def measured(cls, row: MeasuredPlan) -> "PairRow":
@@ -68,12 +71,12 @@ class PairRow:
         return self.measured_s is not None and self.predicted_s is not None
 
     def measured_each(self) -> float:
-        """Return the measured seconds for each token."""
+        """Return the measured seconds for each token; the row must have a time and be rebuilt."""
         assert self.measured_s is not None and self.tokens is not None
         return self.measured_s / self.tokens
 
     def predicted_each(self) -> float:
-        """Return the predicted seconds for each token."""
+        """Return the predicted seconds for each token; the row must be rebuilt."""
         assert self.predicted_s is not None and self.tokens is not None
         return self.predicted_s / self.tokens
 
@@ -83,10 +86,15 @@ class PairGroup:
     """One model on one set of chips: its plans, and how well their predicted order agrees with the measured one."""
 
     group: str
+    """Name of the group of rows."""
     source: str
+    """Publication or repository of the measurements."""
     hardware: str
+    """Chips as the source states them."""
     compares_plans: bool
+    """True if the plan differs between rows, False if the workload does."""
     on_tpu: bool
+    """True if the hardware's text names a TPU."""
     rows: tuple[PairRow, ...]
 
     @classmethod
@@ -95,7 +103,7 @@ class PairGroup:
         return cls(group.group, group.source, group.hardware, group.compares_plans, group.on_tpu, tuple(rows))
 
     def pairs(self) -> list[tuple[PairRow, PairRow]]:
-        """Return the pairs of rows with measured and predicted times, in the order of the rows."""
+        """Return all pairs of rows that have measured and predicted times, in the order of the rows."""
         return list(itertools.combinations([row for row in self.rows if row.ran], 2))
 
     def decided(self) -> list[tuple[PairRow, PairRow]]:
@@ -108,7 +116,10 @@ class PairGroup:
 
     @property
     def tau(self) -> float | None:
-        """Kendall's tau over the decided pairs: 1 if all are predicted in the measured order; None without any."""
+        """Kendall's tau over the decided pairs: 1 if all are predicted in the measured order, -1 if none is.
+
+        Equal predictions count 0. The property is None without decided pairs.
+        """
         decided = self.decided()
         if not decided:
             return None
@@ -118,8 +129,9 @@ class PairGroup:
 
     @property
     def chosen(self) -> PairRow | None:
-        """The plan that we would choose: the fastest for each token among the plans that we predict to fit; None
-        without times.
+        """The plan that we would choose: the fastest for each token among the plans that we predict to fit.
+
+        It is None if no rebuilt plan is predicted to fit.
         """
         priced = [row for row in self.rows if row.predicted_s is not None and row.fits]
         return min(priced, key=PairRow.predicted_each, default=None)
@@ -129,7 +141,8 @@ class PairGroup:
         """Measured time for each token of the plan that we would choose over that of the best plan.
 
         The regret is infinite if the chosen plan ran out of memory. It is None for groups that compare workloads, and
-        for fewer than two rows with times.
+        for fewer than two rows with both times. It is None too without a choice, or if it has no time for another
+        reason.
         """
         ran = [row for row in self.rows if row.ran]
         chosen = self.chosen
@@ -140,7 +153,7 @@ class PairGroup:
         return chosen.measured_each() / min(row.measured_each() for row in ran)
 
     def ratio_errors(self) -> list[float]:
-        """Return the error of our ratio of step times for each pair, as a share of the measured ratio."""
+        """Return, for each of `pairs`, the unsigned error of our ratio of step times, as a share of the measured."""
         errors = []
         for a, b in self.pairs():
             assert a.predicted_s and b.predicted_s and a.measured_s and b.measured_s
@@ -153,7 +166,8 @@ def validate_pairs(
 ) -> tuple[PairGroup, ...]:
     """Rebuild and price every row of a file of groups (default: the shipped file).
 
-    Rows that cannot be rebuilt are skipped. Groups whose names contain none of the texts in `only` are left out.
+    Rows that cannot be rebuilt are skipped, with the reason. Groups whose names contain none of the texts in `only` are
+    left out; an empty `only` leaves out none. `progress` receives a line of text for each group.
     Raises: `UserError` for a file that cannot be read, and if no group is left.
     """
     say = progress or (lambda line: None)
@@ -166,7 +180,7 @@ def validate_pairs(
 
 
 def _priced_group(group: MeasuredGroup) -> PairGroup:
-    """Rebuild and price the rows of a group."""
+    """Rebuild and price the rows of a group; equal runs are priced once."""
     prices: dict[Run | ServingRun, tuple[float, float, int]] = {}
     return PairGroup.of(group, [_priced_row(group, row, prices) for row in group.rows])
 
@@ -174,7 +188,7 @@ def _priced_group(group: MeasuredGroup) -> PairGroup:
 def _priced_row(
     group: MeasuredGroup, row: MeasuredPlan, prices: dict[Run | ServingRun, tuple[float, float, int]]
 ) -> PairRow:
-    """Rebuild and price a row.
+    """Rebuild and price a row; one that cannot be rebuilt is returned with the reason in `skipped`.
 
     `prices` caches seconds, seconds with figures fitted without the group's source, and peak bytes of each run.
     """
@@ -210,23 +224,29 @@ class PairSummary:
     """Number of groups with at least one row that was rebuilt."""
     rows: int
     rebuilt: int
+    """Number of rows with a prediction."""
     regret_mean: float | None
-    """Geometric mean of the groups' regrets."""
+    """Geometric mean of the groups' regrets; infinite if one is."""
     regret_worst: float | None
+    """Largest regret of a group."""
     tau: float | None
     """Kendall's tau over the decided pairs of all groups."""
     decided: int
+    """Number of pairs with a decided order."""
     ratio_median: float | None
     """Median error of the ratios of two rows of one group, as a share."""
     ratio_p90: float | None
+    """Errors of the same kind at the 90th percentile."""
     step_median: float | None
     """Median error of step times with figures that were fitted without the row's source, as a share."""
     step_p90: float | None
+    """Errors of the same kind at the 90th percentile."""
     memory_median: float | None
     """Median error of peak memory, as a share."""
     verdicts: int
     """Number of rows that state if the plan ran and were rebuilt."""
     verdicts_right: int
+    """Number of those whose predicted fit agrees with the measured one."""
 
 
 def summarise_pairs(groups: Sequence[PairGroup]) -> PairSummary:
@@ -262,5 +282,5 @@ def summarise_pairs(groups: Sequence[PairGroup]) -> PairSummary:
 
 
 def _quantile(values: Sequence[float], share: float) -> float | None:
-    """Return the value below which this share of the values lies, interpolated; None without values."""
+    """Return the value below which the share `share` (0 to 1) of the values lies, interpolated; None without values."""
     return float(np.quantile(values, share)) if values else None

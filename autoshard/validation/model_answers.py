@@ -65,6 +65,8 @@ def _(setting: Setting) -> float:
 def _tensor_parallel(chip: Chip, axes: tuple[str, ...], mlp_width: float | None, ways: float | None) -> float:
     """Return the MLP width, or the degree, at which one-dim tensor parallelism becomes bound by its collectives.
 
+    A forward MLP on 1e6 tokens is compared with one all-gather and one reduce-scatter of its activations.
+
     - `axes`: mesh axes over which activations are gathered and scattered.
     - `mlp_width`: width for which the degree is returned; None to return the width.
     - `ways`: degree for which the width is returned; None to return the degree.
@@ -106,7 +108,10 @@ def _(setting: Setting) -> float:
 
 
 def _train_seconds(decoder_params: float, tokens: float, chips: float, compute: Compute, mfu: float) -> float:
-    """Return the seconds to train a model on some tokens at a given MFU, at 6 FLOPs for each parameter and token."""
+    """Return the seconds to train a model on `tokens` tokens at a given MFU, at 6 FLOPs for each parameter and token.
+
+    `mfu` is a fraction; attention is not counted.
+    """
     return float(compute.op_seconds(6.0 * decoder_params * tokens / chips, 0, efficiency=mfu))
 
 
@@ -128,8 +133,9 @@ def _mixed(mlp_width: float, tokens_per_chip: float | None, chips: float, tokens
     The two kinds of traffic add up. Gathering weights costs a * X / N and moving activations b / X, where X is the
     degree of FSDP on N chips.
 
-    - `tokens_per_chip`: None to return the tokens on a chip above which the mixture is compute bound, else the best
-      degree is returned.
+    - `mlp_width`: width of the MLP; the model is 8192 wide.
+    - `tokens_per_chip`: None to return the tokens on a chip above which the mixture is compute bound. Any number
+      returns the best degree of FSDP.
     - `chips`: number N of chips.
     - `tokens`: tokens of all chips, if the degree is returned.
     """
@@ -138,7 +144,7 @@ def _mixed(mlp_width: float, tokens_per_chip: float | None, chips: float, tokens
     width = 8192.0
 
     def slopes(batch: float) -> tuple[float, float]:
-        """Return the seconds of traffic of weights, divided by X, and of activations, multiplied by X."""
+        """Return the factors a (seconds of gathering weights over X) and b (seconds of moving activations times X)."""
         weights = 2 * float(wire.time("all-gather", ("x", "y"), 2.0 * width * mlp_width))
         moving = 2 * float(wire.time("all-gather", ("z",), 2.0 * batch * width))
         return weights / chips, moving
@@ -201,7 +207,7 @@ def _(setting: Setting) -> float:
 
 
 def _decode_ms(setting: Setting, batch: int) -> float:
-    """Return the milliseconds of a decode step of an int8 30B model.
+    """Return the milliseconds of a decode step of an int8 30B model with `batch` sequences of 8192 tokens.
 
     The cache is streamed from memory. Weights cost the longer of streaming them and multiplying with them.
     """

@@ -10,6 +10,7 @@ from autoshard.validation.published_runs import LOCAL_WINDOWS, IncompleteError
 
 
 _FAMILIES = ("llama", "mistral", "mixtral", "qwen", "gemma", "deepseek", "hunyuan", "gpt3", "fuji", "palm", "grug")
+"""Beginnings of the names of model families that can be rebuilt."""
 DIMS = {
     "layers": "layers",
     "emb": "width",
@@ -31,9 +32,11 @@ _LATENT = {
 
 
 def stated_decoder(model: Any, said: Mapping[str, Any]) -> Decoder:
-    """Return the decoder of a group's model, with the dims that a row changes.
+    """Return the decoder of a group's model, with the dims that a row (`said`) changes.
 
-    Raises `IncompleteError` for a model that is not stated in full, or of an unknown family.
+    Defaults: a head's size is `emb` over `heads`, an MLP is as wide as an expert, the family is llama. Families with
+    local attention have their windows; Gemma ties embedding and head. Raises `IncompleteError` for a model that is not
+    stated in full, or of an unknown family.
     """
     if not isinstance(model, dict):
         raise IncompleteError("the model's dims are not stated")
@@ -70,7 +73,10 @@ def stated_decoder(model: Any, said: Mapping[str, Any]) -> Decoder:
 
 
 def _experts(dims: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the dims of a mixture of experts; empty for a dense model."""
+    """Return the dims of a mixture of experts as arguments of `Decoder`; empty for a dense model.
+
+    Experts are as wide as `moe_mlp`, else as `mlp`. Raises `IncompleteError` without the experts of a token (`top_k`).
+    """
     if whole_number(dims, "experts", 1) == 1:
         return {}
     if not dims.get("top_k"):
@@ -87,8 +93,10 @@ def _experts(dims: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _latent(dims: Mapping[str, Any]) -> LatentDims | None:
-    """Return the sizes of latent attention, from keys of their own or from the text of `attention`; None for plain
-    attention.
+    """Return the sizes of latent attention, from keys of their own or from the text of `attention`.
+
+    None if that text does not contain `MLA`. Raises `IncompleteError` for a missing size; only the rank of queries may
+    be absent.
     """
     text = str(dims.get("attention", ""))
     if "MLA" not in text:
@@ -104,7 +112,10 @@ def _latent(dims: Mapping[str, Any]) -> LatentDims | None:
 
 
 def whole_number(said: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Return a stated whole number above 0. Raises `IncompleteError` for any other value."""
+    """Return a stated whole number above 0, also if it is stated as text; `default` if `said` lacks the key.
+
+    Raises `IncompleteError` for any other value, and without the key and a default.
+    """
     value = said.get(key, default)
     if isinstance(value, str) and value.isdigit():
         value = int(value)

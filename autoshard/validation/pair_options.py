@@ -21,7 +21,10 @@ METHODS = {"all-gather": "gather", "ulysses": "heads", "ring": "ring"}
 
 
 def _context_method(run: Run, value: Any) -> Run:
-    """Set the exchange of attention over a split sequence."""
+    """Set the exchange of attention over a split sequence; a run without context parallelism stays unchanged.
+
+    Raises `IncompleteError` for a value that is not in `METHODS`, as all functions of `OPTIONS` do for theirs.
+    """
     if value not in METHODS:
         raise IncompleteError(f"cp_method={value} is not rebuilt; {', '.join(METHODS)} are")
     return dataclasses.replace(run, exchange=METHODS[value]) if run.context > 1 else run
@@ -35,7 +38,10 @@ def _balanced(run: Run, value: Any) -> Run:
 
 
 def _head(run: Run, value: Any) -> Run:
-    """Set the dim of the head's weights that FSDP splits: the contracted width, or the vocabulary."""
+    """Set the dim of the head's weights that FSDP splits: the width for a value with `embed`.
+
+    A value with `vocab` changes nothing, since the vocabulary is the default.
+    """
     if "vocab" in str(value):
         return run
     if "embed" in str(value):
@@ -51,7 +57,7 @@ def _scan_axis(run: Run, value: Any) -> Run:
 
 
 def _scanned(run: Run, value: Any) -> Run:
-    """Set the form of the layers: a loop over stacked parameters, or one after the other."""
+    """Set the form of the layers: True for a loop over stacked parameters, False for unrolled layers."""
     if not isinstance(value, bool):
         raise IncompleteError(f"scan_layers={value} is neither true nor false")
     return dataclasses.replace(run, scanned=value)
@@ -61,7 +67,8 @@ def _routing(run: Run, value: Any) -> Run:
     """Set the routing of experts.
 
     Dropping states its slots as a capacity factor. Dropless kernels state their tiles, by default MaxText's, and are
-    assumed to have balanced experts. Only megablox and tokamax's tiled kernels are known.
+    assumed to have balanced experts. Only megablox and tokamax's tiled kernels are known; other texts raise
+    `IncompleteError`.
     """
     text = str(value)
     slots = re.search(r"dropping.*?cf ([\d.]+)", text)
@@ -78,7 +85,7 @@ def _routing(run: Run, value: Any) -> Run:
 
 
 def _tiles(run: Run, value: Any) -> Run:
-    """Set one triple of tile sizes for all expert kernels."""
+    """Set one triple of tile sizes, such as `128/1024/1024`, for all expert kernels."""
     named = re.fullmatch(r"(\d+)/(\d+)/(\d+)( x 6 paths)?", str(value))
     if named is None:
         raise IncompleteError(f"moe_tiles={value} is not rebuilt")
@@ -86,28 +93,31 @@ def _tiles(run: Run, value: Any) -> Run:
 
 
 def _inner_tile(run: Run, value: Any) -> Run:
-    """Set the tile along the experts' inner width."""
+    """Set the tile along the experts' inner width; the other sizes stay, by default MaxText's."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise IncompleteError(f"moe_tile_mlp={value} is not a whole number above 0")
     return dataclasses.replace(run, tiles=dataclasses.replace(run.tiles or GroupedTiles(), inner=value))
 
 
 def _microbatches(run: Run, value: Any) -> Run:
-    """Set the number of microbatches whose gradients are accumulated."""
+    """Set the number of microbatches whose gradients are accumulated; it must divide the batch."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1 or run.batch % value:
         raise IncompleteError(f"gradient_accumulation={value} does not divide a batch of {run.batch}")
     return dataclasses.replace(run, accumulation=value)
 
 
 def _gathered(run: Run, value: Any) -> Run:
-    """Set that weights are gathered once a step and stay gathered for the backward pass."""
+    """Set, by True or False, that weights are gathered once a step and stay gathered for the backward pass."""
     if not isinstance(value, bool):
         raise IncompleteError(f"keep_gathered_weights={value} is neither true nor false")
     return dataclasses.replace(run, keeps_gathered=value)
 
 
 def _spread_state(run: Run, value: Any) -> Run:
-    """Set that the optimizer state is spread over the copies of the parameters (ZeRO-1)."""
+    """Set, by True or False, that the optimizer state is spread over the copies of the parameters (ZeRO-1).
+
+    True is for data parallelism alone.
+    """
     if not isinstance(value, bool):
         raise IncompleteError(f"zero1={value} is neither true nor false")
     if value and (run.copies == 1 or run.spread * run.tensor * run.experts > 1):
@@ -116,7 +126,10 @@ def _spread_state(run: Run, value: Any) -> Run:
 
 
 def _summed_late(run: Run, value: Any) -> Run:
-    """Set that gradients are summed once, after the backward passes of all microbatches."""
+    """Set, by True or False, that gradients are summed once, after the backward passes of all microbatches.
+
+    True is for data parallelism alone, with microbatches that its degree divides.
+    """
     if not isinstance(value, bool):
         raise IncompleteError(f"deferred_grad_allreduce={value} is neither true nor false")
     if value and (run.copies == 1 or run.spread * run.tensor * run.experts > 1):
@@ -127,7 +140,7 @@ def _summed_late(run: Run, value: Any) -> Run:
 
 
 def _clock(run: Run, value: Any) -> Run:
-    """Set the state of a TPU's clock by the compiler's flag for it."""
+    """Set the state of a TPU's clock, 0 to `HIGHEST_STATE`, by adding the compiler's flag for it."""
     if not isinstance(value, int) or not 0 <= value <= HIGHEST_STATE:
         raise IncompleteError(f"dvfs={value} is no state of a clock, 0 to {HIGHEST_STATE}")
     return dataclasses.replace(run, flags=(*run.flags, f"--{CLOCK}={value}"))
@@ -149,9 +162,11 @@ OPTIONS["deferred_grad_allreduce"] = _summed_late  # after `gradient_accumulatio
 
 
 MICROBATCHES = ("num_pipeline_microbatches", "microbatches")
+"""Keys for the number of a pipeline's microbatches, of which a plan may state one."""
 ROUNDS = "num_pipeline_repeats"
 LAYERS = "num_layers_per_pipeline_stage"
 SCHEDULE = "schedule"
+"""Keys for a pipeline's rounds, for the layers of a chunk, and for its schedule by our name."""
 NETWORK = {"dcn_dp": "data", "dcn_pp": "stage", "dcn_fsdp": "fsdp"}
 """Keys for the number of slices that a degree spans -> mesh axis of that degree."""
 STAGED = frozenset({*MICROBATCHES, ROUNDS, LAYERS, SCHEDULE, *NETWORK})
@@ -159,7 +174,9 @@ STAGED = frozenset({*MICROBATCHES, ROUNDS, LAYERS, SCHEDULE, *NETWORK})
 
 
 def staged(run: Run, said: Mapping[str, Any], stages: int) -> Run:
-    """Return the run with its layers in pipeline stages, and with the mesh axes that span its slices.
+    """Return the run with its layers in `stages` pipeline stages, and with the mesh axes that span its slices.
+
+    With one stage only the axes are set.
 
     A plan without a number of microbatches has one for each stage. In MaxText a plan without `num_pipeline_repeats` has
     as many rounds as a stage has chunks of `num_layers_per_pipeline_stage` layers, by default of one layer. A plan that
@@ -188,7 +205,11 @@ def staged(run: Run, said: Mapping[str, Any], stages: int) -> Run:
 
 
 def _schedule(said: Mapping[str, Any], stages: int, layers: int) -> str:
-    """Return the stated pipeline schedule, or the one that follows from the numbers of rounds and layers."""
+    """Return the stated pipeline schedule, or the one that follows from the numbers of rounds and layers.
+
+    It is `gpipe` for one round, else `circular:ROUNDS`. `layers` are those that stages can have. Raises
+    `IncompleteError` if there are fewer than the keys need.
+    """
     if SCHEDULE in said:
         return str(said[SCHEDULE])
     if ROUNDS in said:
@@ -207,7 +228,7 @@ def _schedule(said: Mapping[str, Any], stages: int, layers: int) -> str:
 
 
 def _assumed(pipeline: Pipeline, layers: int) -> list[str]:
-    """List the assumptions about a pipeline that its source does not state."""
+    """List, as text, the assumptions about a pipeline of `layers` layers that its source does not state."""
     assumptions = []
     if pipeline.outside(layers):
         assumptions.append(f"{pipeline.outside(layers)} of {layers} layers before the stages")
@@ -217,9 +238,10 @@ def _assumed(pipeline: Pipeline, layers: int) -> list[str]:
 
 
 def _network(said: Mapping[str, Any], topology: Topology) -> tuple[tuple[str, int], ...]:
-    """Return the number of slices that each mesh axis spans; empty if the plan states none.
+    """Return (mesh axis, number of slices that it spans) for axes that span several; empty if the plan states none.
 
-    The first axes span the slices if the result is empty.
+    The first axes span the slices if the result is empty. Raises `IncompleteError` if the numbers do not multiply to
+    the topology's slices.
     """
     spans = {axis: whole_number(said, key) for key, axis in NETWORK.items() if key in said}
     if spans and math.prod(spans.values()) != topology.slices:
@@ -232,7 +254,8 @@ def _network(said: Mapping[str, Any], topology: Topology) -> tuple[tuple[str, in
 def stated_topology(group: Mapping[str, Any], assumed: list[str]) -> Topology:
     """Return the slices that a group ran on; choices that the group leaves open are added to `assumed`.
 
-    Raises `IncompleteError` if no such slice is known.
+    The shape is the first in the group's `topology` with as many chips as a slice. Without one it is that of the slice
+    that a cloud offers. Raises `IncompleteError` if no such slice is known.
     """
     chip = _chip(group)
     if not str(group["chips"]).isdigit():
@@ -254,7 +277,8 @@ def stated_topology(group: Mapping[str, Any], assumed: list[str]) -> Topology:
 def _chip(group: Mapping[str, Any]) -> Chip:
     """Return the chip that the hardware's text names.
 
-    If the text names several, the chip is the first, or the last in a text with the word "likely".
+    If the text names several, the chip is the first, or the last in a text with the word "likely". Raises
+    `IncompleteError` if it names none.
     """
     words = re.findall(r"[a-z]+\d+[a-z]*", str(group["hardware"]).lower())
     known = {alias: name for name in chip_names() for alias in (name, *load_chip(name).aliases)}

@@ -28,7 +28,9 @@ PAIRS = pathlib.Path(__file__).with_name("pairs.json")
 """Groups that are shipped with the project; each names its source."""
 
 _GROUP_KEYS = {"group", "model", "hardware", "chips", "rows"}
+"""Keys that a group must have."""
 _DEGREES = ("dp", "fsdp", "tp", "ep", "cp", "pp", "tp_transpose", "fsdp_or_dp")
+"""Keys of a plan, or names in its `mesh`, for parallel degrees."""
 _HOW = {"trainer", "shard_mode"}
 """Keys of a plan for the way in which it was written or run, which do not distinguish plans."""
 _UNCHANGED = {
@@ -77,7 +79,7 @@ class MeasuredPlan:
     fits: bool | None = None
     """True if the plan ran, False if it ran out of memory, None if neither is stated."""
     serving: ServingRun | None = None
-    """The serving steps that ran in place of a training run."""
+    """The serving steps that ran in place of a training run; None for training, and if they cannot be rebuilt."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,12 +87,16 @@ class MeasuredGroup:
     """One model on one set of chips under several plans, or several workloads under one plan."""
 
     group: str
+    """Name of the group of rows."""
     source: str
+    """Publication or repository of the measurements."""
     hardware: str
+    """Chips as the source states them."""
     compares_plans: bool
     """True if the plan differs between rows, False if the workload does."""
     rows: tuple[MeasuredPlan, ...]
     on_tpu: bool = True
+    """True if the hardware's text names a TPU."""
 
 
 def read_groups(path: str | pathlib.Path | None = None, only: Iterable[str] = ()) -> tuple[MeasuredGroup, ...]:
@@ -121,7 +127,8 @@ def read_groups(path: str | pathlib.Path | None = None, only: Iterable[str] = ()
 def _whole(given: Any, groups: list[Any]) -> Any:
     """Return a group with the hardware of another group that its own text refers to.
 
-    Such a text is `TPU, 4 chips (see depth-and-scan-axis)`.
+    Such a text is `TPU, 4 chips (see depth-and-scan-axis)`. The group stays unchanged unless exactly one such hardware
+    is found.
     """
     named = re.search(r"\bsee ([\w-]+)", str(given.get("hardware", ""))) if isinstance(given, dict) else None
     if named is None:
@@ -132,7 +139,10 @@ def _whole(given: Any, groups: list[Any]) -> Any:
 
 
 def _group(given: Any, origin: str) -> MeasuredGroup:
-    """Parse a group; `origin` is the file and number for error messages."""
+    """Parse a group; `origin` is the file and number for error messages.
+
+    Raises `UserError` for missing keys and for rows of another form. A row that cannot be rebuilt raises nothing.
+    """
     if not isinstance(given, dict) or not given.keys() >= _GROUP_KEYS:
         missing = sorted(_GROUP_KEYS - given.keys()) if isinstance(given, dict) else sorted(_GROUP_KEYS)
         raise UserError(f"{origin} of the measured pairs misses {', '.join(missing)}")
@@ -153,6 +163,8 @@ def _group(given: Any, origin: str) -> MeasuredGroup:
 def _shared(given: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a group in which rows without a sequence length have that of the others, if it is the same in all of
     them.
+
+    A group whose `fixed` has a length stays unchanged.
     """
     plans = [row["plan"] for row in given["rows"] if isinstance(row["plan"], dict)]
     lengths = {json.dumps(plan["seq"]) for plan in plans if "seq" in plan}
@@ -163,7 +175,11 @@ def _shared(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _row(group: Mapping[str, Any], row: Mapping[str, Any], origin: str) -> MeasuredPlan:
-    """Parse a row of a group; `origin` is the group and number for error messages."""
+    """Parse a row of a group; `origin` is the group and number for error messages.
+
+    A row that cannot be rebuilt, or has a wrong value, is returned without run and measurements, with the reason in
+    `skipped`.
+    """
     plan = row["plan"] if isinstance(row["plan"], dict) else {"plan": row["plan"]}
     texts = {key: f"{key}={value}" for key, value in plan.items()}
     choice = " ".join(text for key, text in texts.items() if key not in _HOW)
@@ -185,7 +201,7 @@ def _row(group: Mapping[str, Any], row: Mapping[str, Any], origin: str) -> Measu
 
 
 def _check_measured(row: Mapping[str, Any], origin: str) -> None:
-    """Check that measurements are numbers above 0."""
+    """Raise `UserError` if a stated measurement is not a number above 0."""
     for key in (
         "step_time_s",
         "latency_s",
@@ -202,7 +218,7 @@ def _check_measured(row: Mapping[str, Any], origin: str) -> None:
 
 
 def _measured(bare: MeasuredPlan, row: Mapping[str, Any], run: Run | ServingRun, on_device: bool) -> MeasuredPlan:
-    """Return the row with its measurements.
+    """Return the row with its measurements; a step time may follow from the tokens per second of a chip.
 
     With `on_device` the time is that of the devices alone, by which the source orders its rows. The host's work between
     steps is no property of the plan. A row without that time counts as run, but has no time to compare.
@@ -226,7 +242,10 @@ def _measured(bare: MeasuredPlan, row: Mapping[str, Any], run: Run | ServingRun,
 
 
 def _run(group: Mapping[str, Any], plan: Mapping[str, Any]) -> Run:
-    """Return the training run that a group and a row's plan state."""
+    """Return the training run that a group and a row's plan state; the plan has priority over the group's `fixed`.
+
+    Raises `IncompleteError` for a value that is missing or not rebuilt.
+    """
     fixed = group.get("fixed") if isinstance(group.get("fixed"), dict) else {}
     assert isinstance(fixed, dict)
     stated = {**fixed, **plan}
@@ -261,7 +280,10 @@ def _run(group: Mapping[str, Any], plan: Mapping[str, Any]) -> Run:
 
 
 def _degrees(said: Mapping[str, Any], topology: Topology) -> dict[str, int]:
-    """Return the parallel degrees of a plan, from its `mesh` or from keys of their own; their product is checked."""
+    """Return the parallel degrees of a plan by key, from its `mesh` or from keys of their own, 1 if not stated.
+
+    `fsdp_or_dp` counts as `fsdp`. Raises `IncompleteError` if their product is not the topology's devices.
+    """
     mesh = dict(re.findall(r"(\w+)=(\d+)", str(said.get("mesh", ""))))
     degrees = {key: int(mesh.get(key) or whole_number(said, key, 1)) for key in _DEGREES}
     if degrees["fsdp_or_dp"] > 1:
@@ -277,7 +299,7 @@ def _degrees(said: Mapping[str, Any], topology: Topology) -> dict[str, int]:
 
 
 def _batch(said: Mapping[str, Any], topology: Topology) -> int:
-    """Return the number of sequences of a step."""
+    """Return the number of sequences of a step on all devices, from `per_device_batch`, else from `global_batch`."""
     if "per_device_batch" in said:
         return int(_positive(said, "per_device_batch") * topology.num_devices)
     return whole_number(said, "global_batch")
@@ -319,7 +341,10 @@ def _remat(said: Mapping[str, Any], plan: Mapping[str, Any]) -> tuple[str, tuple
 
 
 def _offloaded(plan: Mapping[str, Any]) -> list[str]:
-    """List the values, by MaxText's names, that a row's plan sends to the host."""
+    """List the values, by MaxText's names, that a row's plan sends to the host by `offload`; empty without it.
+
+    Raises `IncompleteError` for an unknown name.
+    """
     text = str(plan.get("offload") or "none")
     if text in ("none", "no"):
         return []
@@ -332,9 +357,10 @@ def _offloaded(plan: Mapping[str, Any]) -> list[str]:
 
 
 def _dtypes(said: Mapping[str, Any], assumed: list[str]) -> dict[str, Any]:
-    """Return the optimizer and the dtypes as arguments of `Run`.
+    """Return the optimizer and the dtypes as arguments of `Run`, without those that are `Run`'s defaults.
 
-    The default is AdamW, with bf16 compute and f32 parameters and moments.
+    The default is AdamW, with bf16 compute and f32 parameters and moments. SGD replaces Adafactor, which is added to
+    `assumed`. Raises `IncompleteError` for 8-bit and 4-bit dtypes and other optimizers.
     """
     text, rule = (str(said.get(key, "")).lower() for key in ("dtype", "optimizer"))
     if re.search(r"fp8|float8|int8|nvfp4|mxfp", text):
@@ -361,7 +387,10 @@ def _dtypes(said: Mapping[str, Any], assumed: list[str]) -> dict[str, Any]:
 
 
 def _blocks(said: Mapping[str, Any], assumed: list[str]) -> KernelBlocks:
-    """Return the blocks of the attention kernels."""
+    """Return the blocks of the attention kernels: stated ones, else torchprime's for torch_xla, else the defaults.
+
+    Torchprime's are added to `assumed`. A stated size may depend on the plan's `cp_method`.
+    """
     if "torch_xla" in str(said.get("framework", "")) and "blocks" not in str(said.get("attention", "")):
         assumed.append("the blocks that torchprime gives its kernels")
         return _TORCHPRIME["splash" if "splash" in str(said.get("attention", "")) else "flash"]
@@ -377,7 +406,11 @@ def _blocks(said: Mapping[str, Any], assumed: list[str]) -> KernelBlocks:
 
 
 def _flags(group: Mapping[str, Any], said: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the compiler flags of a row; empty for the compiler's defaults and if none are stated."""
+    """Return the compiler flags of a row; empty for the compiler's defaults and if none are stated.
+
+    A text in `xla_flags` names one of the group's `flag_sets`. Raises `IncompleteError` if flags differ by row and are
+    not stated.
+    """
     given = said.get("xla_flags")
     sets = group.get("flag_sets") or {}
     if isinstance(given, str) and given in sets:

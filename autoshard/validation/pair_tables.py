@@ -22,6 +22,8 @@ from autoshard.validation.measured_pairs import PairGroup, PairRow, PairSummary,
 def pair_figures(groups: Sequence[PairGroup]) -> dict[str, Any]:
     """Return the JSON object of `autoshard validate --pairs --json`: times in seconds, memory in GiB, errors as
     shares.
+
+    It has all groups with their rows, a summary of all, and one of those on TPUs. Infinite regrets are None.
     """
     tpu = [group for group in groups if group.on_tpu]
     return {
@@ -109,7 +111,10 @@ def _device(group: PairGroup) -> str:
 
 
 def _table(group: PairGroup) -> Table:
-    """Tabulate the rows of a group that were rebuilt."""
+    """Tabulate the rows of a group that were rebuilt; a wrong prediction of the fit is coloured.
+
+    `delta` is the signed error of the predicted time in percent of the measured one.
+    """
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim")
     table.add_column("plan", overflow="fold")
     for column in ("measured, ms", "predicted", "delta", "GiB", "predicted", "fits"):
@@ -135,11 +140,12 @@ def _table(group: PairGroup) -> Table:
 
 
 def _yes(value: bool | None) -> str:
+    """Return `yes` for True and `no` for False or None."""
     return "yes" if value else "no"
 
 
 def _scores(group: PairGroup) -> str:
-    """Describe how well the predicted order of a group agrees with the measured one."""
+    """Describe how well the predicted order of a group agrees with the measured one: tau and regret, if defined."""
     scores = [] if group.tau is None else [f"tau {group.tau:.2f} over {len(group.decided())} decided pairs"]
     if group.regret is not None and group.chosen is not None:
         regret = (
@@ -155,7 +161,7 @@ def _summary_rows(groups: Sequence[PairGroup]) -> list[tuple[str, list[str]]]:
     summaries = [summarise_pairs(each) for each in kinds]
 
     def cells(show: Any) -> list[str]:
-        """Return the texts of one figure."""
+        """Return the texts of one figure, made by `show` from each summary."""
         return [show(each) for each in summaries]
 
     return [
@@ -185,10 +191,12 @@ def _summary_table(groups: Sequence[PairGroup]) -> Table:
 
 
 def _number(value: float | None) -> str:
+    """Return a regret as text: `-` for None, `out of memory` for infinity."""
     return "-" if value is None else "out of memory" if math.isinf(value) else f"{value:.3f}"
 
 
 def _percent(value: float | None) -> str:
+    """Return a share as text in percent; `-` for None."""
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
@@ -204,7 +212,8 @@ def write_pair_page(groups: Sequence[PairGroup], path: str | os.PathLike[str]) -
     """Write one self-contained page: the figures of all groups, the plot, every group, and the rows that are not
     rebuilt.
 
-    Raises `UserError` without matplotlib, which draws the plot, and if the page cannot be written.
+    Raises `UserError` without matplotlib, which draws the plot, if no row was rebuilt, and if the page cannot be
+    written.
     """
     page = (
         environment()
@@ -233,7 +242,7 @@ def plot_pairs(groups: Sequence[PairGroup], path: str | os.PathLike[str]) -> Non
 
 
 def _plot_text(groups: Sequence[PairGroup]) -> str:
-    """Return the plot as an `<svg>` element."""
+    """Return the plot as an `<svg>` element, equal for equal groups; raises `UserError` as `_plot` does."""
     import io
 
     text = io.StringIO()
@@ -243,7 +252,10 @@ def _plot_text(groups: Sequence[PairGroup]) -> str:
 
 
 def _plot(groups: Sequence[PairGroup]) -> Any:
-    """Draw the plot of `plot_pairs`."""
+    """Draw the plot of `plot_pairs` as a matplotlib figure.
+
+    Raises `UserError` without matplotlib, and if no row has both times.
+    """
     drawn = [(group, [row for row in group.rows if row.ran]) for group in groups]
     drawn = [(group, rows) for group, rows in drawn if rows]
     if not drawn:

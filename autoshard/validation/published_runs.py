@@ -32,10 +32,15 @@ FILE = pathlib.Path(__file__).with_name("published.json")
 """Published runs that are shipped with the project; each names its source."""
 
 _KEYS = {"id", "model", "metric", "value", "source"}
+"""Keys that a row must have."""
 _NUMBERS = ("chips_per_slice", "slices", "seq", "per_chip_batch", "global_batch_seqs", "value", "step_time_s")
+"""Keys of a row whose values are numbers above 0."""
 _DIMS = {"L": "layers", "D": "width", "F": "mlp_width", "N": "heads", "K": "kv_heads", "H": "head_size"}
+"""Dims of a model as rows name them -> arguments of `Decoder`."""
 _AXES = {"DP": "copies", "FSDP": "spread", "FSDP_TRANSPOSE": "spread", "TP": "tensor"}
+"""Degrees in the text of a sharding -> fields of `Run`."""
 _RATE = re.compile(r"TFLOP/s/(chip|device)|(?:MFU|HW utilisation) %")
+"""Metrics from which the seconds of a step can be computed."""
 LOCAL_WINDOWS = {"gemma2": (4096, 2), "gemma3": (1024, 6)}
 """Families with local attention -> tokens that a local layer sees, and layers in a group that ends with a global layer.
 
@@ -66,17 +71,25 @@ class Run:
     tensor: int
     """Devices over which parameters are split by tensor parallelism."""
     batch: int
+    """Sequences of a step on all devices, all microbatches included."""
     seq: int
+    """Number of tokens of a sequence."""
     remat: str
+    """Policy of recomputation: a key of `SAVED`, or `none`."""
     saves: tuple[str, ...] | None
     """Values that a layer saves for the backward pass; None for those that `remat` implies."""
     flash: bool
+    """True for a fused kernel of attention, False for materialised scores."""
     blocks: KernelBlocks
+    """Block sizes of that attention kernel."""
     flags: tuple[str, ...]
     """Compiler flags of the run, as far as its author states them."""
     step_s: float
+    """Measured seconds of a step; 0 if they are stored elsewhere."""
     assumed: tuple[str, ...]
+    """Choices that the source leaves open, as text."""
     optimizer: str = "adamw"
+    """Name of the optimizer: `adamw` or `sgd`."""
     compute: str = "bfloat16"
     """Dtype in which layers are computed."""
     weights: str = "float32"
@@ -143,7 +156,7 @@ class Run:
 
     @property
     def peak_s(self) -> float:
-        """Seconds of a step at the chips' peak; over the seconds of a run they are its MFU."""
+        """Seconds of a step at the chips' bf16 peak; divided by the seconds of a run they are its MFU."""
         return self.flops(causal=True) / (self.topology.peak_flops("bf16") * self.topology.num_devices)
 
 
@@ -153,7 +166,9 @@ class MatmulRun:
 
     size: int
     topology: Topology
+    """Smallest slice of the chip; only the rates of one device matter."""
     step_s: float
+    """Measured seconds of the matmul."""
 
 
 def is_published(path: str | pathlib.Path) -> bool:
@@ -173,7 +188,7 @@ def is_published(path: str | pathlib.Path) -> bool:
 
 
 def read_rows(path: str | pathlib.Path | None = None, bad: list[str] | None = None) -> list[dict[str, Any]]:
-    """Read the published runs of a file.
+    """Read the rows of the published runs in a file (default: the shipped file), checked but not parsed.
 
     Rows of another form are left out if there is a list `bad`, to which their errors are added. Raises: UserError for a
     file that cannot be read, and without `bad` for a row of another form.
@@ -193,7 +208,7 @@ def read_rows(path: str | pathlib.Path | None = None, bad: list[str] | None = No
 
 
 def _check_row(row: Any, origin: str) -> None:
-    """Check the keys and values of a row and of its assumptions."""
+    """Raise `UserError`, naming `origin`, for wrong keys or values of a row or of its assumptions (`assume`)."""
     if not isinstance(row, dict) or not row.keys() >= _KEYS:
         missing = sorted(_KEYS - row.keys()) if isinstance(row, dict) else sorted(_KEYS)
         raise UserError(f"{origin} of the published runs misses {', '.join(missing)}")
@@ -203,7 +218,10 @@ def _check_row(row: Any, origin: str) -> None:
 
 
 def _check_values(row: Mapping[str, Any], origin: str) -> None:
-    """Reject values of the wrong type; null is allowed for a value that is not stated."""
+    """Raise `UserError` for a value of the wrong type; null is allowed for a value that is not stated.
+
+    Keys that a row lacks are not checked.
+    """
     for key in ("id", "model", "metric", "source"):
         if key in row and not isinstance(row[key], str):
             raise UserError(f"{origin}: {key} is {row[key]!r}, expected a text")
@@ -233,7 +251,7 @@ def _check_values(row: Mapping[str, Any], origin: str) -> None:
 
 
 def _check_blocks(blocks: Any, origin: str) -> None:
-    """Reject `attention_blocks` that are no arguments of `KernelBlocks`."""
+    """Raise `UserError` for `attention_blocks` that are no arguments of `KernelBlocks`; None is valid."""
     known = {field.name: field.type for field in dataclasses.fields(KernelBlocks)}
     given = {} if blocks is None else blocks
     good = isinstance(given, dict) and given.keys() <= known.keys()
@@ -253,6 +271,7 @@ def _pair(value: Any) -> Any:
 
 
 def _is_number(value: Any) -> bool:
+    """Return True for an int or a float, False for a boolean and anything else."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -271,7 +290,11 @@ def _rows(file: pathlib.Path) -> list[Any]:
 
 
 def parse_run(row: Mapping[str, Any]) -> Run | MatmulRun:
-    """Parse a row. Raises `IncompleteError` with the missing values."""
+    """Parse a row that was checked: a training run, or a matmul if its model is `matmul N^3 bf16`.
+
+    Values in `assume` have priority over the row's, and its reason (`why`) is added to the assumptions. Raises
+    `IncompleteError` with the missing values, and for values that cannot be rebuilt.
+    """
     assumed: list[str] = []
     if isinstance(row.get("assume"), dict):
         row = {**row, **row["assume"]}
@@ -328,7 +351,10 @@ def parse_run(row: Mapping[str, Any]) -> Run | MatmulRun:
 
 
 def _chip(row: Mapping[str, Any]) -> Chip:
-    """Return the chip that a row names."""
+    """Return the chip that a row names by the first word of `tpu` or `gpu`.
+
+    Raises `IncompleteError` without a name and for an unknown chip.
+    """
     name = str(row.get("tpu") or row.get("gpu") or "").split(" ")[0].lower()
     if not name:
         raise IncompleteError("no chip is named")
@@ -339,7 +365,10 @@ def _chip(row: Mapping[str, Any]) -> Chip:
 
 
 def _topology(row: Mapping[str, Any], chip: Chip, assumed: list[str]) -> Topology:
-    """Return the slices that a row ran on; a shape that the row does not state is added to `assumed`."""
+    """Return the slices that a row ran on; a shape that the row does not state is added to `assumed`.
+
+    Raises `IncompleteError` for a shape that is unknown or has another number of chips than stated.
+    """
     count, slices = int(row["chips_per_slice"]), int(row.get("slices") or 1)
     shape = row.get("topology")
     if shape and not re.fullmatch(r"\d+(x\d+)*", str(shape)):
@@ -372,7 +401,11 @@ def made_of(chip: Chip, shape: str, slices: int = 1) -> Topology:
 
 
 def _sharding(text: str, topology: Topology) -> tuple[int, int, int]:
-    """Parse `ICI FSDP=16,TP=4; DCN DP` or `... (data,model)=(32,4)` into numbers of devices: copies, spread, tensor."""
+    """Parse `ICI FSDP=16,TP=4; DCN DP` or `... (data,model)=(32,4)` into numbers of devices: copies, spread, tensor.
+
+    A degree after `DCN` without a number spans the slices; `data` is FSDP. Devices without a degree have copies. Raises
+    `IncompleteError` for other texts, and for degrees that do not divide the devices.
+    """
     degrees = {"copies": 1, "spread": 1, "tensor": 1}
     pair = re.search(r"\(data, ?model\) ?= ?\((\d+), ?(\d+)\)", text)
     if pair is not None:
@@ -408,6 +441,8 @@ def _step(
 
     Rates count attention in full, causal or not, unless a step time in the same row implies otherwise. A step time and
     a rate of one log line also imply a number of tokens. If the stated batch differs, the log line has priority.
+
+    Raises `IncompleteError` if neither is stated.
 
     - `row`: the row with the step time, the rate and its unit.
     - `chips`: number of chips of all slices.

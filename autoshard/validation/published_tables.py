@@ -21,7 +21,10 @@ P90_PERCENT = 22.0
 
 
 def published_figures(rows: Sequence[PublishedRow]) -> list[dict[str, Any]]:
-    """Return the rows in the JSON object of `autoshard validate --json`; times in seconds."""
+    """Return the rows in the JSON object of `autoshard validate --json`; times in seconds, errors in percent.
+
+    A row that was not rebuilt has the reason (`skipped`) in place of the figures.
+    """
     return [
         {"id": row.id, "kind": "step time", "unit": "s", "chip": row.chip, "source": row.source}
         | (
@@ -49,6 +52,7 @@ def published_figures(rows: Sequence[PublishedRow]) -> list[dict[str, Any]]:
 
 
 def _percent(share: float | None) -> float | None:
+    """Return a share in percent; None for None."""
     return None if share is None else 100.0 * share
 
 
@@ -81,7 +85,10 @@ def error_groups(rows: Sequence[PublishedRow], of: Callable[[PublishedRow], str]
 
 
 def _errors(rows: Sequence[PublishedRow], predicted: Callable[[PublishedRow], float | None]) -> dict[str, Any]:
-    """Return median, 90th percentile and worst error of a predictor in percent, without sign."""
+    """Return the number of predictions (`answered`), and their median, 90th percentile and worst error in percent.
+
+    Errors have no sign; they are None without predictions.
+    """
     signed = (row.percent(predicted(row)) for row in rows)
     deltas = sorted(abs(delta) for delta in signed if delta is not None)
     return {
@@ -93,7 +100,10 @@ def _errors(rows: Sequence[PublishedRow], predicted: Callable[[PublishedRow], fl
 
 
 def published_pass(rows: Sequence[PublishedRow]) -> bool:
-    """Return True if the errors over all rebuilt runs are within the limits, or if there are none."""
+    """Return True if median and 90th percentile of the errors over all complete rebuilt runs are within the limits.
+
+    True too without such runs.
+    """
     (total,) = error_groups(rows, lambda row: "all").values() if rows else ({"answered": 0},)
     return not total["answered"] or (total["median_percent"] <= MEDIAN_PERCENT and total["p90_percent"] <= P90_PERCENT)
 
@@ -133,7 +143,10 @@ def published_report(rows: Sequence[PublishedRow]) -> RenderableType:
 
 
 def _beside(groups: Mapping[str, dict[str, Any]]) -> list[RenderableType]:
-    """Tabulate the errors of training runs by predictor: median and 90th percentile."""
+    """Tabulate the errors of training runs by predictor, with a legend: median and 90th percentile in percent.
+
+    `groups` is the result of `error_groups`. The list is empty if no group has training runs.
+    """
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim")
     for column in ("training runs of", "runs", "ours", "unseen", "by MFU", "by other runs"):
         table.add_column(column, justify="left" if column == "training runs of" else "right")
@@ -157,5 +170,5 @@ def _beside(groups: Mapping[str, dict[str, Any]]) -> list[RenderableType]:
 
 
 def _signed(delta: float | None) -> str:
-    """Return an error in percent as text with its sign."""
+    """Return an error in percent as text with its sign; `-` for None."""
     return "-" if delta is None else f"{delta:+.1f} %"

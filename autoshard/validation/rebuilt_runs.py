@@ -44,14 +44,20 @@ class PublishedRow:
     id: str
     model: str
     chip: str
+    """Chip as the row names it; empty if it names none."""
     source: str
+    """Document of the run, such as `owner/name@commit:path`."""
     theirs: float | None = None
+    """Measured seconds of a step; None if the row is skipped."""
     ours: float | None = None
+    """Predicted seconds of a step; None if the row is skipped."""
     compute_s: float = 0.0
+    """Predicted seconds of compute of a step."""
     exposed_s: float = 0.0
     """Predicted seconds of a step that no compute hides."""
     their_mfu: float | None = None
     our_mfu: float | None = None
+    """MFU of the measured and of the predicted step, as fractions, with causal attention counted half."""
     unseen: float | None = None
     """Predicted seconds with figures that were fitted without the row's source."""
     by_mfu: float | None = None
@@ -64,6 +70,7 @@ class PublishedRow:
     flags: tuple[str, ...] = ()
     """Compiler flags with which the step was priced."""
     assumed: tuple[str, ...] = ()
+    """Choices of the rebuilt run that its source leaves open."""
     complete: bool = True
     """False if values that the author does not state were assumed; such a row is shown, but not counted."""
     skipped: str = ""
@@ -87,7 +94,8 @@ class PublishedRow:
 def source_group(source: str) -> str:
     """Return `owner/name: folder` of a source such as `owner/name@commit:folder/.../README.md`.
 
-    Rows of one published table have equal results.
+    Rows of one published table have equal results. The folder is that of a chip's generation, else the file's own. A
+    source of another form is returned unchanged.
     """
     repository, _, path = source.partition(":")
     if not path or "/" not in repository:
@@ -120,11 +128,13 @@ class _Reached:
     id: str
     chip: str
     source: str
+    """The result of `source_group`."""
     mfu: float
+    """MFU as a fraction."""
 
 
 def _reached(rows: Iterable[dict[str, Any]]) -> list[_Reached]:
-    """Return the MFU of each complete training run."""
+    """Return the MFU of each complete training run; rows with assumptions (`assume`), and matmuls, are left out."""
     reached = []
     for row in rows:
         try:
@@ -153,7 +163,10 @@ def _rebuilt(
 
 
 def _by_mfu(row: PublishedRow, run: Run, reached: list[_Reached]) -> PublishedRow:
-    """Return the row with the simplest predictions added: medians of the MFU of other runs."""
+    """Return the row with the simplest predictions added: its seconds at medians of the MFU of other runs.
+
+    A prediction without other runs is None.
+    """
     chip = run.topology.chip.name
     others = [each for each in reached if each.source != row.group]
     others = [each for each in others if each.chip == chip] or others
@@ -164,7 +177,7 @@ def _by_mfu(row: PublishedRow, run: Run, reached: list[_Reached]) -> PublishedRo
 
 
 def _matmul(bare: PublishedRow, run: MatmulRun) -> PublishedRow:
-    """Estimate the time of a matmul."""
+    """Return the row with the estimated seconds and MFU of a matmul."""
     n = run.size
     figures = load_calibration(run.topology.chip), without_source(run.topology.chip.name, bare.group)
     ours, unseen = (float(Compute(run.topology, each).dot_seconds(n, n, n)) for each in figures)
@@ -181,7 +194,10 @@ def _matmul(bare: PublishedRow, run: MatmulRun) -> PublishedRow:
 
 
 def _step(bare: PublishedRow, run: Run) -> PublishedRow:
-    """Rebuild a training run and estimate its step time."""
+    """Return the row with the estimated step time and MFU of a rebuilt training run.
+
+    Raises `IncompleteError` as `rebuild` does.
+    """
     model, choices = rebuild(run)
     outcome = evaluate(model, choices)
     ours = outcome.step_time_s
@@ -200,7 +216,12 @@ def _step(bare: PublishedRow, run: Run) -> PublishedRow:
 
 
 def unseen_seconds(model: Model, choices: NDArray[np.int64], run: Run | ServingRun, source: str) -> float:
-    """Return the seconds of a run's step, priced with figures that were fitted without the runs of one source."""
+    """Return the seconds of one step, priced with figures that were fitted without the runs of one source.
+
+    - `model`, `choices`: the rebuilt run, which is priced again with the same choices.
+    - `run`: its chip, memory and compiler flags.
+    - `source`: result of `source_group`.
+    """
     figures = with_flags(without_source(run.topology.chip.name, source), run.flags).calibration
     reading = AnalysedProgram(
         model.graph, model.structure, model.liveness, find_groups(model.program, model.graph, model.structure)
@@ -221,7 +242,7 @@ def without_source(chip: str, source: str) -> Calibration:
 
 
 def mesh_sizes(run: Run) -> dict[str, int]:
-    """Return the sizes of a run's mesh axes, major first.
+    """Return the sizes of a run's mesh axes, major first, axes of size 1 included.
 
     The axes are copies, stages, FSDP, experts, sequences (context parallelism) and tensor parallelism.
     """

@@ -33,7 +33,9 @@ _SOLVE_S = 20.0
 _FAMILIES = {"palm": {"vocab": 256_000, "tied_head": True}}
 """Dims of a family for rows that do not state them (Chowdhery et al. 2022, section 2)."""
 _PHASE = re.compile(r"(prefill|decode) (\d+)")
+"""Phase and tokens of each sequence."""
 _LAYOUT = re.compile(r"WS [12]D|WG X(?:YZ?)?")
+"""Layouts of weights that can be rebuilt."""
 SERVING_KEYS = frozenset({"ffn", "attention", "batch", "phase", "dtype"})
 """Allowed keys of a plan that has a `phase`."""
 
@@ -55,9 +57,11 @@ class ServingRun:
     context: int
     """Tokens in the cache before the measured time; 0 for a prefill."""
     layout: str
+    """Layout of the weights: `WS 1D`, `WS 2D`, `WG X`, `WG XY` or `WG XYZ`."""
     by_batch: bool
     """True if attention is split over all devices by sequence of the batch, False if by heads."""
     assumed: tuple[str, ...]
+    """Choices that the source leaves open, as text."""
 
     @property
     def steps(self) -> int:
@@ -71,8 +75,9 @@ class ServingRun:
 
 
 def read_serving(group: Mapping[str, Any], plan: Mapping[str, Any]) -> ServingRun:
-    """Parse a row whose plan has a `phase`. Raises `IncompleteError` with the value that is missing or cannot be
-    rebuilt.
+    """Parse the plan of a row, which has a `phase` such as `prefill 2048` or `decode 64`.
+
+    Raises `IncompleteError` with the value that is missing or cannot be rebuilt.
     """
     unknown = sorted(set(plan) - SERVING_KEYS)
     if unknown:
@@ -114,7 +119,10 @@ def _decoder(model: Any, assumed: list[str]) -> tuple[Decoder, bool]:
 
 
 def _context(group: Mapping[str, Any], assumed: list[str]) -> int:
-    """Return the tokens in the cache before decoding, by default the tokens of the group's prefills."""
+    """Return the tokens in the cache before decoding: the group's `context`, else the tokens of its prefills.
+
+    The latter are added to `assumed`. Raises `IncompleteError` if there are no prefills, or they differ.
+    """
     fixed = group.get("fixed")
     if isinstance(fixed, dict) and "context" in fixed:
         return whole_number(fixed, "context")
@@ -163,7 +171,10 @@ def _mesh_sizes(run: ServingRun) -> dict[str, int]:
 
 
 def _program(run: ServingRun) -> Program:
-    """Build the program of one step."""
+    """Build the program of one step; a decoding step has the cache at the end of the measured time.
+
+    Raises `IncompleteError` for MLPs without a gate.
+    """
     decoder = run.decoder
     if not decoder.gated:
         raise IncompleteError("serving of MLPs without a gate is not rebuilt")
@@ -185,7 +196,10 @@ def _program(run: ServingRun) -> Program:
 
 
 def _laid_out(run: ServingRun, model: Model, groups: Groups, x: list[int], yz: list[int]) -> Baseline | None:
-    """Return the states that the run's layout allows; None if the model's sizes do not allow the layout."""
+    """Return the states that the run's layout allows; None if the model's sizes do not allow the layout.
+
+    `x` and `yz` are the numbers of these mesh axes, empty for an axis of size 1.
+    """
     if run.layout.startswith("WG"):
         return stated(model, groups, run.layout, Uses([], x, yz, holds_head=False))
     return stationary(model, groups, run.layout, x, yz, by_batch=run.by_batch)

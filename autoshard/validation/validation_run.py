@@ -30,7 +30,9 @@ class Validation:
 
 
 def validate(path: str | pathlib.Path | None = None, progress: Callable[[str], None] | None = None) -> Validation:
-    """Answer the questions and rebuild the runs of a file, or all shipped ones.
+    """Answer the questions or rebuild the runs of a file; None answers and rebuilds all shipped ones.
+
+    `progress` receives a line of text for each run.
 
     Rows of unknown form are left out and listed in `bad`. Raises: UserError for a file that cannot be read, or without
     a usable row.
@@ -48,7 +50,7 @@ def validate(path: str | pathlib.Path | None = None, progress: Callable[[str], N
 
 
 def validation_figures(found: Validation) -> dict[str, Any]:
-    """Return the JSON object of `autoshard validate --json`."""
+    """Return the JSON object of `autoshard validate --json`: all rows, errors by kind, chip and source, `passed`."""
     return {
         "rows": _question_figures(found.questions) + published_figures(found.runs),
         "groups": _groups(found.questions),
@@ -61,7 +63,7 @@ def validation_figures(found: Validation) -> dict[str, Any]:
 
 
 def _question_figures(rows: Sequence[QuestionRow]) -> list[dict[str, Any]]:
-    """Return the JSON objects of the questions."""
+    """Return the JSON objects of the questions; one without our answer has the reason in its place."""
     return [
         {"id": row.id, "kind": row.kind, "theirs": row.theirs, "unit": row.unit, "source": row.source}
         | (
@@ -86,8 +88,9 @@ def passes(found: Validation) -> bool:
 
 
 def _questions_pass(rows: Sequence[QuestionRow]) -> bool:
-    """Return True if enough questions of every kind are within their tolerances; questions marked as unreliable do not
-    count.
+    """Return True if the share `_ENOUGH` of the questions of every kind is within their tolerances.
+
+    Only answered questions whose `trust` is `use` count; without any the result is True.
     """
     counted = [row for row in rows if row.trust == "use" and row.ours is not None]
     return all(
@@ -96,7 +99,10 @@ def _questions_pass(rows: Sequence[QuestionRow]) -> bool:
 
 
 def _groups(rows: Sequence[QuestionRow]) -> dict[str, dict[str, Any]]:
-    """Return the numbers of rows and answers, and the errors, for each kind of question."""
+    """Return, for each kind of question, the numbers of rows, of answers and of those within tolerance, and the errors.
+
+    Errors are median and worst in percent, without sign; None without answers.
+    """
     groups: dict[str, list[QuestionRow]] = {}
     for row in rows:
         groups.setdefault(row.kind, []).append(row)
@@ -114,7 +120,7 @@ def _groups(rows: Sequence[QuestionRow]) -> dict[str, dict[str, Any]]:
 
 
 def validation_report(found: Validation) -> RenderableType:
-    """Render every row, and the median and the largest error of each group."""
+    """Render every row, the median and the largest error of each group, and the rows that cannot be read."""
     parts = [_questions_report(found.questions)] if found.questions else []
     runs = [published_report(found.runs)] if found.runs else []
     count = len(found.bad)
@@ -123,7 +129,10 @@ def validation_report(found: Validation) -> RenderableType:
 
 
 def _questions_report(rows: Sequence[QuestionRow]) -> RenderableType:
-    """Tabulate the questions with both answers, and the errors of each kind of question."""
+    """Tabulate the questions with both answers, and the errors of each kind of question.
+
+    A question without our answer shows the reason. Answers outside of their tolerance are coloured.
+    """
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim")
     table.add_column("", no_wrap=True)
     table.add_column("question")

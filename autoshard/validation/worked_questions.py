@@ -16,6 +16,7 @@ from autoshard.validation.answer_register import ANSWERS
 
 _FILE = pathlib.Path(__file__).with_name("questions.json")
 _KEYS = {"id", "kind", "setting", "answer", "unit", "tolerance", "trust", "source"}
+"""Keys that a row must have."""
 _REGISTERED = (machine_answers, model_answers)
 """Modules that register their answers when they are imported."""
 
@@ -26,24 +27,33 @@ class QuestionRow:
 
     id: str
     kind: str
+    """Group of questions, such as `training` or `inference`."""
     question: str
+    """The docstring of the function that answers it; empty without one."""
     ours: float | None
+    """Our answer; None without one."""
     theirs: float
+    """Answer that the book gives."""
     unit: str
     tolerance: float
+    """Largest difference of the answers, as a share of the book's."""
     trust: str
+    """`use` if the question counts, another word if its answer is unreliable."""
     source: str
     skipped: str = ""
     """Reason why we have no answer; empty otherwise."""
 
     @property
     def delta_percent(self) -> float | None:
-        """Difference of our answer from the book's, in percent of the book's."""
+        """Difference of our answer from the book's, in percent of the book's, which is not 0; None without ours."""
         return None if self.ours is None else 100.0 * (self.ours - self.theirs) / self.theirs
 
     @property
     def within(self) -> bool:
-        """True if our answer is within the row's tolerance; a tolerance of zero allows rounding errors."""
+        """True if our answer is within the row's tolerance; a tolerance of zero allows rounding errors.
+
+        It is False without our answer.
+        """
         if self.ours is None:
             return False
         return abs(self.ours - self.theirs) <= max(self.tolerance, 1e-9) * abs(self.theirs)
@@ -77,7 +87,11 @@ def validate_questions(path: str | pathlib.Path | None = None, bad: list[str] | 
 
 
 def _answer(row: Any, origin: str) -> QuestionRow:
-    """Answer the question of a row; `origin` is the file and number for error messages."""
+    """Answer the question of a row; `origin` is the file and number for error messages.
+
+    Without a registered function, or if the setting lacks a key, `skipped` has the reason. Raises `UserError` for a row
+    of unknown form.
+    """
     missing = sorted(_KEYS - row.keys()) if isinstance(row, dict) else sorted(_KEYS)
     if missing:
         raise UserError(f"{origin} of the worked questions misses {', '.join(missing)}")

@@ -50,6 +50,7 @@ class CompileJob:
     """Picklable job that compiles one plan, here or on another machine."""
 
     target: Target
+    """Compiler, and the topology as the compiler names it."""
     files: dict[str, bytes]
     """Content of the files that the compiler's process reads, by name."""
     flags: tuple[str, ...]
@@ -66,7 +67,9 @@ def compile_without_devices(program: Program, plan: Plan, time_limit: float, qui
     """Compile the program under the plan for its topology: by libtpu, or by JAX's CUDA plugin for GPUs.
 
     - `time_limit`: most seconds that the compiler may take.
-    - `quick`: end libtpu when every value has its place in memory, before it writes machine code.
+    - `quick`: end libtpu when every value has its place in memory, before it writes machine code. GPUs ignore it.
+
+    A program that needs too much memory is no error: the result then has an empty text and the bytes needed.
 
     Raises `UserError` if no compiler is installed for the topology. It is also raised if the compiler refuses the
     topology, fails, dies or takes too long. In every case no process and no lock is left behind.
@@ -75,7 +78,10 @@ def compile_without_devices(program: Program, plan: Plan, time_limit: float, qui
 
 
 def compile_job(program: Program, plan: Plan, time_limit: float, quick: bool) -> CompileJob:
-    """Return the job that compiles a plan. Raises `UserError` if no compiler is installed for the topology."""
+    """Return the job that compiles a plan; `quick` is dropped for GPUs.
+
+    Raises `UserError` if no compiler is installed for the topology.
+    """
     target = _target(Topology.parse(plan.topology))
     aliases = sorted(donated_aliases(program, plan).items())
     job = {"platform": target.platform, "topology": target.name, "options": target.options, "aliases": aliases}
@@ -111,7 +117,10 @@ def try_job(job: CompileJob) -> Compiled | UserError:
 
 
 def _target(topology: Topology) -> Target:
-    """Return the compiler of a topology. Raises `UserError` if none exists, or if it is not installed."""
+    """Return the compiler of a topology: libtpu for TPUs, JAX's CUDA plugin for GPUs.
+
+    Raises `UserError` if none exists, as for CPUs, or if it is not installed.
+    """
     if topology.traits.compiles_ahead:
         if importlib.util.find_spec("libtpu") is None:
             raise UserError("compiling for TPU needs libtpu, which is not installed: pip install 'autoshard[tpu]'.")
@@ -126,7 +135,7 @@ def _target(topology: Topology) -> Target:
 
 
 def _argument_bytes(program: Program, plan: Plan) -> int:
-    """Return the bytes of the arguments on one device, except arguments in its host's memory."""
+    """Return the bytes of the arguments on one device, unpadded, except arguments in its host's memory."""
     import ml_dtypes  # noqa: F401  registers bfloat16 and float8 with numpy
     import numpy as np
 
@@ -141,7 +150,7 @@ def _argument_bytes(program: Program, plan: Plan) -> int:
 
 
 def libtpu_topology(topology: Topology) -> tuple[str, dict[str, Any]]:
-    """Return the name and options with which `get_topology_desc` describes a topology."""
+    """Return the name and the keyword options with which `get_topology_desc` describes a TPU topology to libtpu."""
     options: dict[str, Any] = {}
     if topology.slices > 1:
         options["num_slices"] = topology.slices
@@ -175,6 +184,7 @@ def _run(job: CompileJob, directory: Path) -> tuple[dict[str, Any] | None, str]:
     target, path = job.target, directory / "stderr.txt"
 
     def enough() -> bool:
+        """Return True once the time is over, or a quick job has what it needs."""
         return time.monotonic() > until or (job.quick and placed(directory) is not None)
 
     with open(path, "wb") as stderr:
@@ -198,7 +208,10 @@ def _run(job: CompileJob, directory: Path) -> tuple[dict[str, Any] | None, str]:
 
 
 def _environment(job: CompileJob, directory: Path) -> dict[str, str]:
-    """Return the environment variables of the compiler's process; a plan's flags precede those of this process."""
+    """Return the environment variables of the compiler's process: those of this one without `XLA_FLAGS`.
+
+    A plan's flags precede those of `LIBTPU_INIT_ARGS`. Temporary files go to `directory`.
+    """
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     environment |= {**job.target.environment, "TPU_LOG_DIR": str(directory), "TMPDIR": str(directory)}
     if job.flags:
@@ -207,7 +220,14 @@ def _environment(job: CompileJob, directory: Path) -> dict[str, str]:
 
 
 def _read_result(directory: Path, result: dict[str, Any], log: str, target: Target, argument_bytes: int) -> Compiled:
-    """Read the result of the compiler's process. Raises `UserError` for each kind of failure except lack of memory."""
+    """Return the compiled program from the result of the compiler's process and the files that it wrote.
+
+    Raises `UserError` for each kind of failure except lack of memory, which has an empty text and the bytes needed.
+
+    - `result`: the result of `compile_files`.
+    - `log`: stderr of the process.
+    - `argument_bytes`: bytes of the arguments on one device, which some messages leave out.
+    """
     noun, topology = target.noun, target.topology
     status, message = result["status"], result.get("message", "")
     if status == "refused":
@@ -226,14 +246,14 @@ def _read_result(directory: Path, result: dict[str, Any], log: str, target: Targ
 
 
 def _last_line(log: str) -> str:
-    """Return the last line of a log that looks like an error, else its last line."""
+    """Return the last line of a log that looks like an error, else its last line, cut to 200 characters."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if re.search(r"error|fail|check|exception|F\d{4} ", line, re.IGNORECASE)]
     return (errors or lines or ["it said nothing"])[-1][:200]
 
 
 def parse_out_of_memory(message: str) -> tuple[int | None, int | None]:
-    """Return the bytes needed and available from libtpu's out-of-memory message; None if it gives none."""
+    """Return the bytes needed and available from libtpu's out-of-memory message; (None, None) if it gives none."""
     pairs = (
         r"\(([\d.]+)([BKMGT])\)\s*exceeds\s*available\s*HBM\s*\(([\d.]+)([BKMGT])\)",
         r"Used ([\d.]+)([BKMGT]) of ([\d.]+)([BKMGT]) hbm",

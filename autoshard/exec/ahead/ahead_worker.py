@@ -21,7 +21,10 @@ _NO_TILES = "Couldn't find output tile sizes"
 
 
 def compile_files(folder: str) -> dict[str, Any]:
-    """Compile the job in a folder and return its result; an unforeseen error ends the process with a traceback."""
+    """Compile the job in a folder and return its result, see `_compile`; `UserError` is raised.
+
+    Any other error prints a traceback and ends the process with code 1.
+    """
     directory = Path(folder)
     try:
         return _compile(directory, json.loads((directory / "job.json").read_text()))
@@ -33,7 +36,11 @@ def compile_files(folder: str) -> dict[str, Any]:
 
 
 def _compile(directory: Path, job: dict[str, Any]) -> dict[str, Any]:
-    """Compile the program under the plan and return its status with messages or figures."""
+    """Compile the program under the plan and return `status`: `done`, `refused`, `failed` or `memory`.
+
+    `done` has `memory`, bytes of one device by kind, and writes the files. `refused` (the topology), `failed` and
+    `memory` (too little) have a `message`. All but `refused` have `compile_s`.
+    """
     import jax
     from jax.experimental import topologies
 

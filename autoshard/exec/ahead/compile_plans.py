@@ -41,11 +41,13 @@ class CompileReport:
     available_bytes: int | None
     """The compiler's memory limit in bytes; None if the program fits."""
     peak_predicted: int
+    """Predicted peak bytes of one device."""
     peak_compiled: int | None
     """Least bytes with which the compiled program runs: live bytes at its peak, or the bytes it needs if it does not
     fit. None if the compiler reported no figure.
     """
     memory_predicted: dict[str, int]
+    """Predicted bytes of each kind at the peak, as `Prediction.memory` names the kinds."""
     memory_compiled: dict[str, int]
     """Bytes of `arguments`, `temporaries` and `host` (in the host's memory). With machine code also `results`,
     `donated` and `peak`, without it also `on_chip`.
@@ -55,17 +57,24 @@ class CompileReport:
     memory_at_peak: dict[str, int]
     """Bytes of each kind at the peak, from the compiler's live ranges; empty if it wrote none."""
     wire_predicted: dict[str, int]
+    """Predicted bytes that one device sends in a step, by mesh axis."""
     wire_compiled: dict[str, int]
+    """Bytes of the compiled collectives; empty if the program does not fit, as the next two fields are."""
     collectives: tuple[CompiledCollective, ...]
+    """Collectives of the compiled program."""
     unforeseen: tuple[Unforeseen, ...]
+    """Collectives of the compiled program that the plan does not predict."""
     step_time_predicted_s: float
     estimate: Estimate | None
+    """Step time estimated from the compiled schedule; None, as `flops`, if there is no compiled text."""
     flops: FlopCheck | None
     """Matrix FLOPs of the compiled program, compared with those of the traced program and of the model."""
     compile_s: float
+    """Seconds that the compiler took here."""
     hlo: str
-    """Scheduled HLO of the program, as text."""
+    """Scheduled HLO of the program, as text; empty if the compiler found that it does not fit."""
     warnings: tuple[str, ...]
+    """Sentences for the user on the compilation."""
 
 
 UNCODED = "no machine code was written: a kernel that the code generator refuses would not be seen"
@@ -98,8 +107,10 @@ def compile_plans(
     """Yield each plan's name and its report, compiled as by `compile_plan`, or its `UserError`, in order.
 
     - `plans`: plans of the program by name.
+    - `time_limit`, `quick`: as for `compile_plan`, for each plan.
     - `executor`: runs the compilations as its tasks. Any `concurrent.futures` executor works; the nodes of a cluster
       need the compiler. Without it, plans compile one after the other.
+    - `progress`: receives a line before each plan.
 
     Raises `UserError` if workers die repeatedly.
     """
@@ -141,7 +152,12 @@ def compile_plans(
 
 
 def report(program: Program, plan: Plan, compiled: Compiled) -> CompileReport:
-    """Build the report of a compiled program (see `compile_plan`)."""
+    """Return the report of a compiled program (see `compile_plan`).
+
+    It does not fit if the compiler gave no text, or if a GPU's peak exceeds the usable memory. It fits only with remat
+    if the text has instructions that the compiler rematerialised. Unknown trip counts, missing machine code and
+    unexpected FLOPs become warnings.
+    """
     prediction = plan.prediction
     common = {
         "peak_predicted": prediction.peak_bytes,
@@ -203,13 +219,13 @@ def report(program: Program, plan: Plan, compiled: Compiled) -> CompileReport:
 
 
 def _warnings(log: str) -> tuple[str, ...]:
-    """Count the compiler's warnings of involuntary full rematerialization."""
+    """Return one sentence with the number of involuntary full rematerializations in a log; none if there are none."""
     lines = involuntary(log)
     return (f"the compiler reports {len(lines)} involuntary full rematerializations",) if lines else ()
 
 
 def compile_figures(result: CompileReport) -> dict[str, Any]:
-    """Return the JSON object of `autoshard compile --json`."""
+    """Return the JSON object of `autoshard compile --json`; `time` and `flops` are None without compiled text."""
     axes = sorted({*result.wire_predicted, *result.wire_compiled})
     timed = result.estimate
     return {
@@ -275,7 +291,7 @@ def compile_figures(result: CompileReport) -> dict[str, Any]:
 
 
 def compile_lines(result: CompileReport) -> list[str]:
-    """Return the lines of the printed report."""
+    """Return the lines of the printed report, with the twelve collectives of most bytes on the wire."""
     lines = [f"Verdict: {result.verdict.value}"]
     if result.verdict is Verdict.DOES_NOT_FIT and result.available_bytes:
         lines[0] += (

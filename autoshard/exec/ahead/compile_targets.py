@@ -31,17 +31,20 @@ class Target:
     noun: str
     """Name of the platform in messages."""
     topology: str
+    """Name of the topology for people and messages, such as `h100:8`."""
     name: str
     """Name of the topology for the compiler; empty for GPUs, whose topology is in `options`."""
     options: Mapping[str, Any]
+    """Compiler options by name; for GPUs `target_config` (chip description as protobuf text) and `topology`."""
     environment: Mapping[str, str]
     """Environment variables with which the compiler starts on a machine without such devices."""
 
 
 def gpu_target(topology: Topology) -> Target:
-    """Return the compiler of JAX's CUDA plugin, with a description of the GPU.
+    """Return the compiler of JAX's CUDA plugin, with a description of the topology's GPU; nothing is compiled.
 
-    Raises `UserError` if the plugin is not installed, or if the chip has no description.
+    The compiler sees one process per slice, with the slice's devices. Its environment runs JAX on the CPU and turns
+    autotuning off. Raises `UserError` if the plugin is not installed, or if the chip has no description.
     """
     if importlib.util.find_spec(_PLUGIN) is None:
         raise UserError(
@@ -89,9 +92,11 @@ class Compiled:
     fit. With machine code also `results`, `donated` and `peak`, without it also `on_chip`.
     """
     compile_s: float
+    """Seconds that the compilation lasted."""
     needed_bytes: int | None
-    """Bytes that the program needs; None if it fits."""
+    """Bytes of one device that the program needs; None if it fits."""
     available_bytes: int | None
+    """Bytes of one device that the compiler may use; None if the program fits."""
     log: str
     """Text that the compiler wrote to stderr."""
     live: str = ""
@@ -109,9 +114,10 @@ _SPACE = re.compile(r"Memory Space: \w+ \(color=(\d+)\)\s+Total bytes: (\d+)")
 
 
 def placed(directory: Path) -> str | None:
-    """Return the common prefix of the dumps' names in `directory/dump`; None until the last of them is written.
+    """Return the common prefix of the dumps' file names in `directory/dump`; None until the last of them is written.
 
-    libtpu writes these dumps only if the program fits.
+    The last dump is `<prefix>.debug_options`. libtpu writes these dumps only if the program fits. The prefix has no
+    folder.
     """
     dump = directory / "dump"
     for path in dump.glob(f"*.jit_*{_PLACED}"):
@@ -124,12 +130,16 @@ def placed(directory: Path) -> str | None:
 def read_placed(directory: Path, stem: str, argument_bytes: int, compile_s: float, log: str) -> Compiled:
     """Read the scheduled program and its memory from the dumps of a compiler that wrote no machine code.
 
-    The dumps are in `directory/dump`. The memory has `on_chip`, but no `results`, `donated` and `peak`.
+    The dumps are in `directory/dump`. The memory has `arguments`, `temporaries`, `on_chip` and `host`, but no
+    `results`, `donated` and `peak`. Temporaries are the HBM total of the usage report less the arguments, at least 0. A
+    memory that the report lacks has 0 bytes, and a missing live-range report gives an empty `live`.
 
     - `stem`: prefix of the dumps' names (`placed`).
     - `argument_bytes`: bytes of the arguments on one device.
     - `compile_s`: seconds of the compilation.
     - `log`: text that the compiler wrote to stderr.
+
+    Raises `OSError` if the text or the usage report is missing.
     """
     dump = directory / "dump"
     text = (dump / f"{stem}.after_optimizations.txt").read_text()

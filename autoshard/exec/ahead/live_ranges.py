@@ -17,7 +17,9 @@ _DONATED = "donated"
 """Kind of a donated argument, and of loop-carried values and in-place writes in its buffer: part of arguments."""
 
 _TAKEN_OVER = re.compile(r"[})] (parameter|while|dynamic-update-slice)\(")
-"""Instructions whose result reuses an existing buffer: a parameter, a loop, or an in-place update of a slice."""
+"""Opcode of an instruction whose result reuses an existing buffer: a parameter, a loop, or an in-place update of a
+slice.
+"""
 
 _Array = tuple[str, str, str]
 """Dtype, dims and layout of an array as printed."""
@@ -31,9 +33,13 @@ class _Buffer:
     """Live range of one value, from its first to its last moment inclusive."""
 
     start: int
+    """First moment: position in the compiler's schedule."""
     stop: int
+    """Last moment, inclusive."""
     size: int
+    """Padded bytes on one device."""
     kind: str
+    """Kind of memory: `donated`, `gradients`, `activations` or `temporaries`."""
     carried: bool
     """True if a loop carries the value or it is written in place: it takes over the memory of an earlier buffer."""
 
@@ -43,7 +49,10 @@ def memory_at_peak(compiled: Compiled, plan: Plan) -> dict[str, int]:
 
     Arguments have their roles' kinds and live throughout; updated state reuses their buffers. A loop-carried value is
     `gradients` if it has a parameter's dims, else `activations`. Other results of the backward pass with a parameter's
-    dims are `gradients` too. The rest is `temporaries`. Values in the chip's fast memory are not counted.
+    dims are `gradients` too. The rest is `temporaries`.
+
+    The peak is the first moment with most bytes besides arguments. Values in on-chip or host memory are not counted,
+    and kinds of 0 bytes are left out.
     """
     ranges = list(_ranges(compiled.live))
     lines = _instructions(compiled.text)
@@ -90,7 +99,7 @@ def memory_at_peak(compiled: Compiled, plan: Plan) -> dict[str, int]:
 
 
 def host_arguments(compiled: Compiled) -> int:
-    """Return the bytes of arguments in the host's memory.
+    """Return the padded bytes of one device's arguments that are in the host's memory; 0 if there are none.
 
     The compiler's peak includes all arguments, wherever they are, but no other values in the host's memory.
     """
@@ -102,15 +111,20 @@ def host_arguments(compiled: Compiled) -> int:
 
 
 def device_peak(compiled: Compiled, at_peak: Mapping[str, int]) -> int | None:
-    """Return the bytes of a device at the compiled program's peak; None if the compiler gave no figures.
+    """Return the HBM bytes of a device at the compiled program's peak; None if they are 0.
 
     - `at_peak`: bytes of each kind by live ranges (`memory_at_peak`).
 
-    The compiler's `peak` is the arguments plus the fullest of its memories. In small programs that may be the on-chip
-    memory. It is the host's memory if a loop offloads large stacks. In that case, and without machine code, for which
-    there is no `peak`, the result is the live bytes, limited to the allocated bytes.
+    The compiler's `peak` is the arguments plus the fullest of its memories; arguments on the host are subtracted here.
+    In small programs the fullest memory may be the on-chip memory. If it is the host's, because a loop offloads large
+    stacks, the result is the live bytes. They are the sum of `at_peak`, or all allocated bytes if it is empty, and
+    never more than these.
+
+    Without machine code there is no `peak`. Then the result is the live bytes, or arguments plus on-chip memory if
+    these are more.
     """
     memory, on_host = compiled.memory, host_arguments(compiled)
+    # Donated arguments and their results share memory.
     allocated = sum(memory.get(part, 0) for part in ("arguments", "results", "temporaries")) - memory.get("donated", 0)
     live = min(sum(at_peak.values()) or allocated, allocated)
     if "peak" not in memory:
@@ -127,19 +141,25 @@ _ALIGNED = 1.001
 
 
 def _ranges(report: str) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
-    """Yield (instruction, index in its result, first moment, last moment) of every buffer."""
+    """Yield (instruction, index in its result, first moment, last moment) of every buffer in a live-range report;
+    nothing if it is empty.
+    """
     part = report.partition("BufferLiveRange:")[2].partition("\n  Live ranges at")[0]
     for m in re.finditer(r"^    (\S+?)\{([\d,]*)\}:(\d+)-(\d+)$", part, re.MULTILINE):
         yield m[1], tuple(int(i) for i in m[2].split(",") if i), int(m[3]), int(m[4])
 
 
 def _instructions(text: str) -> dict[str, str]:
-    """Map each instruction to the text after its `=`."""
+    """Map the name of each instruction of all computations to the text after its ` = `."""
     return {m[1]: m[2] for m in re.finditer(r"^\s+(?:ROOT )?%([\w.\-]+) = (.*)$", text, re.MULTILINE)}
 
 
 def _value(lines: Mapping[str, str], name: str) -> tuple[str, tuple[int, ...]]:
-    """Return the instruction that owns a name's buffer, and the index in its result."""
+    """Return the instruction that owns a name's buffer, and the index in its result.
+
+    Follows tuple elements, bitcasts and finished copies; the result of `copy-done` is element 0 of its `copy-start`.
+    `lines` is the result of `_instructions`.
+    """
     index: tuple[int, ...] = ()
     while name in lines:
         part = re.search(r" get-tuple-element\(%([\w.\-]+)\), index=(\d+)", lines[name])
@@ -154,7 +174,10 @@ def _value(lines: Mapping[str, str], name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def _parse(text: str, at: int = 0) -> tuple[_Type, int]:
-    """Parse the type at position `at`; return it and the position after it."""
+    """Parse the HLO type at position `at` of `text`; return it and the position after it.
+
+    Text that is neither an array nor a tuple gives the type `("token", "", "")` and the end of the text.
+    """
     if text[at] == "(":
         parts: list[_Type] = []
         at += 1
@@ -173,7 +196,9 @@ def _parse(text: str, at: int = 0) -> tuple[_Type, int]:
 
 
 def _part(kind: _Type, index: Sequence[int]) -> _Type:
-    """Return the part of a tuple type at an index; an empty tuple if there is none."""
+    """Return the part of a tuple type at an index, the type itself for an empty index; an empty tuple if there is
+    none.
+    """
     for i in index:
         if not isinstance(kind, list) or i >= len(kind):
             return []
@@ -195,12 +220,15 @@ def _held(array: _Type, where: re.Pattern[str] | None = None) -> int:
 
 
 def _dims(array: _Array) -> list[int]:
-    """Return the sizes of an array's dims."""
+    """Return the sizes of an array's dims, the bound of a bounded dim (`<=8`); empty for a scalar."""
     return [int(re.sub(r"\D", "", size)) for size in array[1].split(",") if size]
 
 
 def _parameter_dims(plan: Plan) -> set[tuple[int, ...]]:
-    """Return the sorted dims of every parameter, and of one layer of a stack, both whole and of one device's shard."""
+    """Return the keys (`_key`) of every weight, and of one layer of a stack, both whole and of one device's shard.
+
+    Keys with fewer than two sizes are left out, since vectors of other kinds would match them.
+    """
     keys: set[tuple[int, ...]] = set()
     for name in plan.arguments:
         if plan.is_weight(name):
@@ -215,7 +243,12 @@ def _key(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _kind(line: str, array: _Array, shapes: set[tuple[int, ...]], carried: bool) -> str:
-    """Return the kind of a buffer from its instruction, its dims, and `carried`."""
+    """Return the kind of a buffer: `gradients`, `activations` or `temporaries`.
+
+    A carried buffer is `gradients` if its key is in `shapes` (`_parameter_dims`), else `activations`. Another buffer is
+    `gradients` if its key is in `shapes` and `line`, its instruction, belongs to a backward pass; else it is
+    `temporaries`.
+    """
     like = _key(_dims(array)) in shapes
     if carried:
         return "gradients" if like else "activations"
@@ -224,10 +257,11 @@ def _kind(line: str, array: _Array, shapes: set[tuple[int, ...]], carried: bool)
 
 
 def _merge_reused_buffers(found: Sequence[_Buffer]) -> list[_Buffer]:
-    """Merge each buffer with the one that takes over its memory, so that no moment counts both.
+    """Cut each buffer whose memory another one takes over, so that no moment counts both; return all by start.
 
     A loop's carried value, or the result of an in-place update, begins at the moment when its operand's buffer ends.
-    The earlier buffer is cut by one moment and may pass on its kind.
+    The two have the same size, and either is `carried`; each buffer takes over at most one. The earlier buffer ends one
+    moment sooner. The later one inherits its kind if the earlier is carried or donated.
     """
     result = sorted(found, key=lambda b: b.start)
     begun: dict[tuple[int, int], list[int]] = collections.defaultdict(list)

@@ -19,11 +19,12 @@ def lower_calls(
 
     - `ops`: ops of the module before any pin (`mlir.number_ops`).
     - `found`: functions behind the calls, by key.
-    - `mesh`: mesh over which the calls run.
-    - `platform`: platform of the bodies.
+    - `mesh`: JAX mesh, concrete or abstract, over which the calls run.
+    - `platform`: JAX's name of the platform of the bodies, such as `tpu` or `cuda`.
 
-    A call that the plan does not split runs whole on every device. Raises `UserError` for a call whose function is
-    missing, or that cannot be lowered for `platform`.
+    A call that the plan does not split runs whole on every device. So does one in a region that the program split by
+    hand, whose values are shards already. Raises `UserError` for a call whose function is missing, and for a Pallas
+    kernel that `platform` cannot run. Other errors of the lowering pass through.
     """
     planned = {call.op: call for call in plan.calls}
     bodies: dict[int, bytes] = {}
@@ -55,7 +56,11 @@ def lower_calls(
 
 
 def lower_for_compiler(program: Program, plan: Plan, platform: str) -> dict[int, bytes]:
-    """Return the bodies of a program's calls, by op number, for a platform whose devices are not present."""
+    """Return the bodies of a program's calls, by op number, for a platform whose devices are not present.
+
+    Traces the program again, and returns an empty mapping if it calls no functions. Raises `UserError` as `lower_calls`
+    does.
+    """
     import jax
     from jax.sharding import AbstractMesh, AxisType
 
@@ -74,9 +79,10 @@ def place_calls(plan: Plan, module: Any, ops: Sequence[Any], bodies: Mapping[int
     """Replace every call in the module, in place, by its work on shards.
 
     - `ops`: ops of the module, as numbered before pins.
-    - `bodies`: lowered bodies by op number.
+    - `bodies`: lowered bodies by op number, which are spliced in.
 
-    Raises `UserError` if the plan splits a call whose code is compiled for whole tensors.
+    A split call without a body runs on shards with the plan's specs; calls that are replicated or split by hand stay as
+    they are. Raises `UserError` if the plan splits a call whose code is compiled for whole tensors.
     """
     planned = {call.op: call for call in plan.calls}
     for number, call in planned.items():
@@ -93,21 +99,25 @@ def place_calls(plan: Plan, module: Any, ops: Sequence[Any], bodies: Mapping[int
 
 
 def _whole(number: int, op: Any) -> Call:
-    """Return a call whose operands and results are replicated."""
+    """Return a `Call` of op `number`, without a name, whose operands and results are replicated."""
     ranks = [[len(shape) for shape in side] for side in mlir.call_shapes(op)]
     operands, results = (tuple(Spec.replicated(rank) for rank in side) for side in ranks)
     return Call(number, "", operands, results)
 
 
 def _partition_spec(spec: Spec) -> Any:
-    """Convert a spec to a `PartitionSpec`."""
+    """Convert a spec to a `PartitionSpec` with an entry for every dim: a tuple of axes, or None for a dim that is not
+    split.
+    """
     from jax.sharding import PartitionSpec
 
     return PartitionSpec(*(axes or None for axes in spec.dims))
 
 
 def explicit_mesh(leaves: Iterable[Any]) -> Any:
-    """Return the mesh in the types of arrays or shapes, else that of the context; None if neither is explicit."""
+    """Return the mesh of the first array or shape with an explicit sharding, else the context's mesh; None if it has no
+    explicit axes.
+    """
     import jax
 
     for leaf in leaves:
@@ -119,7 +129,9 @@ def explicit_mesh(leaves: Iterable[Any]) -> Any:
 
 
 def in_type(leaf: Any) -> Any:
-    """Return the sharding that is part of the type of an array or shape; None if there is none."""
+    """Return the sharding in the type of an array or shape: a `NamedSharding` over a mesh with explicit axes; else
+    None.
+    """
     from jax.sharding import NamedSharding
 
     sharding = getattr(leaf, "sharding", None)
@@ -127,9 +139,9 @@ def in_type(leaf: Any) -> Any:
 
 
 def on_mesh(results: Any, mesh: Any) -> Any:
-    """Return the results of a step with types of an explicit mesh, as `jax.jit` types them; no data moves.
+    """Return a step's pytree of results with types of an explicit mesh, as `jax.jit` types them; no data moves.
 
-    A result stays on the plan's mesh if no spec over the other mesh splits it over the same devices alike.
+    A result stays on the plan's mesh if no spec over `mesh` splits it over the same devices alike.
     """
     import jax
 
@@ -140,7 +152,9 @@ def on_mesh(results: Any, mesh: Any) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _spelled(sharding: Any, shape: tuple[int, ...], mesh: Any) -> Any:
-    """Return the sharding over another mesh that places shards alike; the given one if there is none."""
+    """Return the first `NamedSharding` over `mesh` that places shards of `shape` as `sharding` does; `sharding` if
+    there is none.
+    """
     from jax.sharding import NamedSharding, PartitionSpec
 
     counts = [whole // part if part else 1 for whole, part in zip(shape, sharding.shard_shape(shape), strict=True)]
@@ -153,7 +167,10 @@ def _spelled(sharding: Any, shape: tuple[int, ...], mesh: Any) -> Any:
 
 
 def _entries(counts: Sequence[int], axes: dict[str, int]) -> Iterator[tuple[Any, ...]]:
-    """Yield the ways to split dims into `counts` shards, each axis used at most once."""
+    """Yield the entries of each `PartitionSpec` that splits dim k into exactly `counts[k]` shards.
+
+    Each axis of `axes` (name -> size) is used at most once. An entry is None, a name, or a tuple of names, major first.
+    """
     if not counts:
         yield ()
         return

@@ -11,7 +11,8 @@ from autoshard.program import Program
 
 
 def jax_export(plan: Plan, program: Program) -> bytes:
-    """Serialise the planned step for `jax.export.deserialize`, for as many devices as the plan has.
+    """Serialise the planned step for `jax.export.deserialize`, for as many devices as the plan has. Nothing is compiled
+    and no device is used.
 
     The artifact has the program's pytrees. If `jax.export` does not know their nodes, it has flat arrays in the order
     of the plan's arguments and results. Its `in_shardings_jax(mesh)` gives the placement of arguments, on a mesh of any
@@ -35,7 +36,7 @@ def jax_export(plan: Plan, program: Program) -> bytes:
     mesh = AbstractMesh(tuple(plan.mesh.values()), tuple(plan.mesh), axis_types=(AxisType.Auto,) * len(plan.mesh))
 
     def shardings(specs: dict[str, Spec]) -> list[Any]:
-        """Return the shardings of some specs over the abstract mesh."""
+        """Return a `NamedSharding` over the abstract mesh for each spec, in order."""
         return [NamedSharding(mesh, spec.partition_spec()) for spec in specs.values()]
 
     out = jax.eval_shape(program.fn, *program.args)
@@ -60,14 +61,16 @@ def jax_export(plan: Plan, program: Program) -> bytes:
 
 
 def _platform(plan: Plan) -> str:
-    """Return JAX's name of the plan's platform."""
+    """Return JAX's name of the plan's platform, such as `tpu`, `cuda` or `cpu`."""
     from autoshard.cost import Topology
 
     return Topology.parse(plan.topology).traits.platform
 
 
 def _stand_in(results: Any) -> Any:
-    """Return a function with results of these types; its exported body is replaced."""
+    """Return a function of any arguments whose results are zeros of these shapes and dtypes; its exported body is
+    replaced.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -79,7 +82,7 @@ def _stand_in(results: Any) -> Any:
 
 
 def _shape(leaf: Any) -> Any:
-    """Return the shape and dtype of an array."""
+    """Return the shape and dtype of an array as a `jax.ShapeDtypeStruct`, without its sharding."""
     import jax
 
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
@@ -88,7 +91,9 @@ def _shape(leaf: Any) -> Any:
 def _planned_module(plan: Plan, program: Program, platform: str) -> bytes:
     """Return the program's module with the plan's shardings, pins, regions and calls, as a portable artifact.
 
-    Raises `UserError` if the program is not the plan's.
+    - `platform`: JAX's name of the platform (`_platform`); pooling ops are unfolded for all but `tpu`.
+
+    Raises `UserError` if the fingerprint of the program, in the plan's recipe, is not the plan's.
     """
     from autoshard import mlir
 

@@ -39,33 +39,47 @@ from autoshard.program import (
 
 @dataclasses.dataclass(frozen=True)
 class Application:
-    """Plan on devices, which `Plan.jit` and related methods call."""
+    """Plan on devices; `Plan.jit` and related methods delegate to it."""
 
     plan: Plan
+    """Plan that is applied to the program."""
     devices: tuple[Any, ...] | None = None
     """JAX devices to use, in any order; None for those of the default backend."""
 
     @functools.cached_property
     def mesh(self) -> Any:
-        """The plan's `jax.sharding.Mesh` over its devices."""
+        """The plan's `jax.sharding.Mesh` over its devices, constructed at first use; `UserError` if they do not form
+        the topology.
+        """
         return jax_mesh(self.plan, self.devices)
 
     def in_shardings(self) -> tuple[Any, ...]:
-        """Return a `NamedSharding` for every argument of the step, in order."""
+        """Return a `NamedSharding` for every argument of the step, flat, in the plan's order. Raises `UserError` as
+        `_shardings` does.
+        """
         return self._shardings(self.plan.arguments)
 
     def out_shardings(self) -> tuple[Any, ...]:
-        """Return a `NamedSharding` for every result of the step, in order."""
+        """Return a `NamedSharding` for every result of the step, flat, in the plan's order. Raises `UserError` as
+        `_shardings` does.
+        """
         return self._shardings(self.plan.results)
 
     def _shardings(self, specs: Mapping[str, Spec]) -> tuple[Any, ...]:
-        """Return a `NamedSharding` for each spec. Raises `UserError` if devices lack host memory that the plan uses."""
+        """Return a `NamedSharding` for each named spec, in the host's memory for tensors in `plan.host`.
+
+        Raises `UserError` if the plan has such tensors and devices lack host memory.
+        """
         if self.plan.host:
             check_host_memory(self.mesh.devices.flat[0])
         return tuple(named_sharding(self.mesh, spec, name in self.plan.host) for name, spec in specs.items())
 
     def shard_batch(self, batch: Any) -> Any:
-        """Place a batch as planned; see `Plan.shard_batch`. Raises `UserError` for shapes that were not planned."""
+        """Place a batch as planned and return the same pytree of `jax.Array`; see `Plan.shard_batch`.
+
+        Raises `UserError` if the shapes of its leaves are not those of the plan's batch, in order. Dtypes are not
+        compared.
+        """
         import jax
 
         plan = self.plan
@@ -85,7 +99,9 @@ class Application:
         return tree.unflatten(placed)
 
     def load_weights(self, path: str | os.PathLike[str], program: Program) -> dict[str, Any]:
-        """Load weights as planned; see `Plan.load_weights`."""
+        """Load weights from safetensors files as global arrays by parameter name, sharded as planned; see
+        `Plan.load_weights`.
+        """
         from autoshard.exec.apply import weight_files
 
         return weight_files.load_weights(self.plan, path, program, self.mesh)
@@ -93,13 +109,17 @@ class Application:
     def save_weights(
         self, params: Mapping[str, Any], folder: str | os.PathLike[str], program: Program
     ) -> list[pathlib.Path]:
-        """Write weights to files; see `Plan.save_weights`."""
+        """Write sharded parameters to safetensors files in `folder` and return their paths; see `Plan.save_weights`."""
         from autoshard.exec.apply import weight_files
 
         return weight_files.save_weights(self.plan, params, folder, program)
 
     def load_batches(self, batches: Iterable[Any], ahead: int) -> Iterator[Any]:
-        """Yield batches placed in advance; see `Plan.load_batches`. Raises `UserError` for `ahead` below 1."""
+        """Yield every batch in order, sharded by `shard_batch`; at most `ahead` placed batches wait.
+
+        The first batch is yielded when `ahead` batches are placed, or all of fewer. Raises `UserError` for `ahead`
+        below 1 at the first `next`.
+        """
         if ahead < 1:
             raise UserError(f"plan.load_batches: ahead={ahead}, but at least 1 batch has to be sent.")
         sent: collections.deque[Any] = collections.deque()
@@ -116,7 +136,13 @@ class Application:
     def jit(
         self, fn: Callable[..., Any] | Program, donate_argnums: int | Sequence[int] | None = None
     ) -> "PlannedFunction":
-        """Return a function of the same arguments that runs as planned; see `Plan.jit`."""
+        """Return a function of the same arguments that runs as planned; see `Plan.jit`. Compilation waits for the first
+        call.
+
+        - `donate_argnums`: positions to donate; None for those of the `Program` or of a `jax.jit` function.
+
+        Raises `UserError` if `fn` is neither callable nor a `Program`.
+        """
         return PlannedFunction(self, *_step_of(fn, donate_argnums))
 
     def lower(
@@ -126,7 +152,12 @@ class Application:
         donate_argnums: int | Sequence[int] | None = None,
         module: bytes | None = None,
     ) -> Any:
-        """Lower a function to a `jax.stages.Lowered` with shardings and pins; see `lower_planned`."""
+        """Lower a function to a `jax.stages.Lowered` with shardings and pins; see `lower_planned`.
+
+        - `args`: arguments by position, as arrays, numbers or `jax.ShapeDtypeStruct`s.
+        - `donate_argnums`: as for `jit`.
+        - `module`: serialised StableHLO module that was planned, if the caller has it.
+        """
         import jax
 
         fn, donate_argnums = _step_of(fn, donate_argnums)
@@ -138,13 +169,17 @@ class Application:
 class PlannedFunction:
     """Function compiled under a plan, once for every structure of its arguments, and called like the original.
 
-    Arguments move to the plan's shardings if they have others. A donated argument that already has the plan's sharding
-    is consumed, as under `jax.jit`. Flax NNX objects are updated in place, as under `nnx.jit`.
+    A structure is the pytree with shapes, dtypes and weak types. Arguments move to the plan's shardings if they have
+    others. A donated argument that already has the plan's sharding is consumed, as under `jax.jit`. Flax NNX objects
+    are updated in place, as under `nnx.jit`.
     """
 
     def __init__(
         self, application: Application, fn: Callable[..., Any], donate_argnums: int | Sequence[int] | None
     ) -> None:
+        """Store the function; nothing is compiled. `donate_argnums` are positions, None for those of a `jax.jit`
+        function.
+        """
         self.application = application
         self.fn = fn
         self.donate_argnums = donate_argnums
@@ -152,19 +187,26 @@ class PlannedFunction:
         functools.update_wrapper(self, fn, updated=())
 
     def lower(self, *args: Any, **named: Any) -> Any:
-        """Return the `jax.stages.Lowered` of the function for these arguments, with pins."""
+        """Return the `jax.stages.Lowered` of the function for these arguments, with pins; nothing is cached."""
         return self.application.lower(self.fn, self._in_order(args, named), self.donate_argnums)
 
     def compile(self, *args: Any, **named: Any) -> Any:
-        """Return the `jax.stages.Compiled` for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
+        """Return the cached `jax.stages.Compiled` for these arguments (arrays or `jax.ShapeDtypeStruct`s), compiled if
+        it is new.
+        """
         return self._compile(self._in_order(args, named))[0].step
 
     def shardings(self, *args: Any, **named: Any) -> tuple[Any, ...]:
-        """Return pytrees of `NamedSharding` like the arguments, with which to place or load them."""
+        """Return pytrees of `NamedSharding` like the arguments, with which to place or load them; compiles the step if
+        it is new.
+        """
         return self._compile(self._in_order(args, named))[0].shardings
 
     def _in_order(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-        """Return all arguments by position, as they were traced. Raises `UserError` for names that have no position."""
+        """Return all arguments by position, as they were traced; defaults are not filled in.
+
+        Raises `UserError` for names that have no position, and for arguments that the function does not accept.
+        """
         if not named:
             return args
         name = getattr(self.fn, "__name__", "the function")
@@ -181,6 +223,11 @@ class PlannedFunction:
         return bound.args
 
     def __call__(self, *args: Any, **named: Any) -> Any:
+        """Run the step under the plan and return its results as the original function would.
+
+        Places arguments first, and compiles for a new structure. Results have types of the arguments' explicit mesh, if
+        there is one.
+        """
         import jax
 
         args = self._in_order(args, named)
@@ -193,7 +240,11 @@ class PlannedFunction:
         return compiled.function.finish(args, out if mesh is None else on_mesh(out, mesh))
 
     def _compile(self, args: tuple[Any, ...]) -> tuple["_Compiled", tuple[Any, ...]]:
-        """Return the compiled step for such arguments, and their arrays. Raises `UserError` inside a transformation."""
+        """Return the compiled step for such arguments, from the cache or new, and the pytree of their arrays.
+
+        Raises `UserError` inside a JAX transformation, and if the step needs more memory than JAX may use
+        (`check_granted`).
+        """
         import jax
         from jax.core import Tracer
 
@@ -240,7 +291,9 @@ def _bits_in(layout: Any) -> int:
 
 @functools.cache
 def _arrays_state_bits() -> bool:
-    """Return True if the layout of an array of 4 bits states the bits, as that of a compiled argument does."""
+    """Return True if the layout of an array of 4 bits states the bits, as that of a compiled argument does; tested
+    once.
+    """
     import jax.numpy as jnp
 
     array: Any = jnp.zeros(1, "int4")
@@ -252,8 +305,11 @@ class _Compiled:
     """Compiled step, the shardings of its arguments, and the function over arrays that it computes."""
 
     step: Any
+    """Compiled step, a `jax.stages.Compiled`."""
     shardings: tuple[Any, ...]
+    """Pytrees of `NamedSharding` like the arrays of the arguments."""
     function: Functional
+    """Function over arrays, whose `finish` turns results into those of the original."""
 
 
 def lower_planned(
@@ -263,15 +319,16 @@ def lower_planned(
     donate_argnums: tuple[int, ...],
     module: bytes | None = None,
 ) -> Any:
-    """Lower `fn(*abstract)` under the plan and insert its pins.
+    """Lower `fn(*abstract)` under the plan to a `jax.stages.Lowered` and insert its pins.
 
-    - `abstract`: shapes of the arguments.
-    - `donate_argnums`: arguments to donate.
+    - `abstract`: pytrees of `jax.ShapeDtypeStruct`, one for each argument.
+    - `donate_argnums`: positions of arguments to donate.
     - `module`: serialised module that was planned; see below.
 
     The lowering belongs to a new wrapper, so that no cached program of `fn` is edited or run by mistake. Platforms
-    lower some ops differently. If the lowering differs from the planned module, its body is replaced by `module`, or
-    else by a lowering of `fn` for the plan's platform.
+    lower some ops differently. If the lowering differs from the planned module, its body is replaced by `module`.
+    Without `module` it is replaced by a lowering of `fn` for the plan's platform or for CPUs, the first that equals the
+    planned module.
 
     Raises `UserError` if the program is not the planned one, or if its body calls targets that these devices lack.
     Raises `RuntimeError` if this jax version does not compile the edited module.
@@ -345,7 +402,9 @@ def lower_planned(
 
 
 def check_targets(application: Application, targets: Collection[str]) -> None:
-    """Raise `UserError` for custom calls that the plan's platform has and the present devices lack."""
+    """Raise `UserError` if there are `targets` of custom calls and the present devices are of another platform than the
+    plan's.
+    """
     plan, device = application.plan, application.mesh.devices.flat[0]
     kind, traits = device.device_kind, Topology.parse(plan.topology).traits
     if targets and device.platform != traits.name:
@@ -357,7 +416,10 @@ def check_targets(application: Application, targets: Collection[str]) -> None:
 
 
 def _with_host(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the step that was planned: `fn`, with the plan's host tensors streamed from and to the host's memory."""
+    """Return the step that was planned: `fn`, with the plan's host tensors streamed from and to the host's memory.
+
+    Returns `fn` itself if the program was planned with nothing on the host.
+    """
     if plan.origin.on_host == "none":
         return fn
     places = {name: number for number, name in enumerate(plan.results)}
@@ -366,7 +428,7 @@ def _with_host(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _zeros(out: Any, *_: Any) -> Any:
-    """Return zeros like a program's results, as a stand-in for the program."""
+    """Return zeros with the shapes and dtypes of a program's results for any arguments: a stand-in for the program."""
     import jax
     import jax.numpy as jnp
 
@@ -376,7 +438,9 @@ def _zeros(out: Any, *_: Any) -> Any:
 def _insert_choices(application: Application, ir: Any, lowered: Any) -> None:
     """Insert the plan's pins and regions into `ir`, the module of `lowered`, and verify that `lowered` has them.
 
-    Raises `RuntimeError` if this jax version compiles another module than `ir`.
+    Also guards indexing, and rewrites pooling and layouts off TPUs, or orders host transfers on TPUs. Raises
+    `UserError` if the module has values on the host and the devices have no memory there. Raises `RuntimeError` if this
+    jax version compiles another module than `ir`.
     """
     from autoshard import mlir
 
@@ -424,10 +488,11 @@ def lower_module(
 
     - `module`: serialised StableHLO module.
     - `aliases`: number of a donated argument -> number of its result.
-    - `bodies`: bodies of calls that stand for functions (`lower_for_compiler`), by op number.
+    - `bodies`: bodies of calls that stand for functions (`lower_for_compiler`), by op number; None for none.
 
     A stand-in with the module's types is lowered for the devices, and its body is replaced by the module's. Raises
-    `UserError` if the module is not the planned one.
+    `UserError` if the module is not the planned one, by its hash, its numbers of arguments and results, or their dims.
+    Raises it also for uneven shards.
     """
     import jax
     import jax.numpy as jnp
@@ -480,7 +545,9 @@ def lower_module(
 
 
 def donated_aliases(program: Program, plan: Plan) -> dict[int, int]:
-    """Map the argument number to the result number of donated state whose spec does not change."""
+    """Map the argument number to the result number of donated state whose spec does not change; other donations are
+    left out.
+    """
     names = [result.name for result in program.results]
     return {
         i: argument.result
@@ -498,10 +565,13 @@ def _lowered_for(
     found: dict[str, OpaqueCall] | None = None,
     lifted: bool = False,
 ) -> bytes | None:
-    """Return the function's module for a platform; None if JAX cannot lower it for that platform.
+    """Return the function's serialised StableHLO module for a platform; None if JAX cannot lower it for that platform.
 
-    - `found`: mapping that receives the opaque calls, by key.
-    - `lifted`: remove the program's own constraints.
+    - `platform`: JAX's name of the platform.
+    - `planned`: function to lower.
+    - `abstract`: pytrees of its arguments' shapes.
+    - `found`: mapping that receives the opaque calls, by key; None to discard them.
+    - `lifted`: True removes the program's own sharding constraints.
     """
     import jax
 
@@ -517,7 +587,11 @@ def _lowered_for(
 
 
 def _abstract(leaf: Any) -> Any:
-    """Return the shape, dtype and explicit sharding of an argument. Raises `UserError` if it is no array or number."""
+    """Return the `jax.ShapeDtypeStruct` of an argument, with its explicit sharding if its type has one.
+
+    A Python number becomes a weakly typed scalar. Dtypes are canonicalised as JAX does, except those of a
+    `ShapeDtypeStruct`. Raises `UserError` if it is no array or number.
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -538,7 +612,10 @@ def _abstract(leaf: Any) -> Any:
 def _step_of(
     fn: Any, donate_argnums: int | Sequence[int] | None
 ) -> tuple[Callable[..., Any], int | Sequence[int] | None]:
-    """Return a function, or a program's step, and its donated arguments. Raises `UserError` if it is not callable."""
+    """Return a function, or a program's step, and its donated arguments; `donate_argnums` overrides the program's.
+
+    Raises `UserError` if `fn` is neither a `Program` nor callable.
+    """
     if isinstance(fn, Program):
         return fn.fn, fn.donate_argnums if donate_argnums is None else donate_argnums
     if not callable(fn):
@@ -549,7 +626,10 @@ def _step_of(
 def _donated(
     fn: Callable[..., Any], abstract: tuple[Any, ...], donate_argnums: int | Sequence[int] | None
 ) -> tuple[int, ...]:
-    """Return the positions to donate: `donate_argnums`, else the arguments that a `jax.jit` function donates whole."""
+    """Return the positions to donate: `donate_argnums`, else the arguments that a `jax.jit` function donates whole.
+
+    An argument without arrays is not donated, and a function that is not jitted donates nothing.
+    """
     import jax
 
     if donate_argnums is not None:

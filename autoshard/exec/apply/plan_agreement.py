@@ -10,7 +10,10 @@ from autoshard.program import pipelined, read_pipeline, with_active_pipeline
 
 
 def other_program(plan: Plan) -> str:
-    """Return the error message for a program whose arguments agree with the plan but whose computation does not."""
+    """Return the error message for a program whose arguments agree with the plan but whose computation does not.
+
+    It names both jax versions if the plan was made with another one.
+    """
     import jax
 
     planned_version = plan.origin.jax_version
@@ -26,9 +29,10 @@ def other_program(plan: Plan) -> str:
 
 
 def check_arguments(plan: Plan, leaves: Sequence[tuple[Any, Any]]) -> None:
-    """Compare flat arguments, pairs (path, abstract array), with those of the plan; check that shards are even.
+    """Compare flat arguments, pairs (path, abstract array), with those of the plan by shape and dtype, in order.
 
-    Raises `UserError` that names the first argument that differs.
+    Raises `UserError` that names the first argument that differs, is missing or has no place in the plan. Raises it
+    also for an argument that the plan does not split evenly.
     """
     import jax
 
@@ -56,7 +60,11 @@ def check_arguments(plan: Plan, leaves: Sequence[tuple[Any, Any]]) -> None:
 
 
 def check_results(plan: Plan, leaves: Sequence[Any]) -> None:
-    """Compare flat results with those of the plan, as `check_arguments` does. Raises `UserError`."""
+    """Compare flat results with those of the plan by number and by their numbers of dims, and check that shards are
+    even.
+
+    Sizes and dtypes are not compared. Raises `UserError` for the first difference.
+    """
     if len(leaves) != len(plan.results):
         raise UserError(
             f"the plan is for another program: it has {len(plan.results)} results, this one {len(leaves)}; "
@@ -72,7 +80,12 @@ def check_results(plan: Plan, leaves: Sequence[Any]) -> None:
 
 
 def check_even(plan: Plan, what: str, shape: Sequence[int], spec: Spec) -> None:
-    """Raise `UserError` if a spec does not split a shape evenly: JAX places only even shards."""
+    """Raise `UserError` if a spec does not split a shape evenly: JAX places only even shards.
+
+    - `plan`: plan whose mesh has the sizes of the spec's axes.
+    - `what`: tensor's name in the message.
+    - `shape`, `spec`: global shape, and spec with as many dims.
+    """
     for dim, (size, axes) in enumerate(zip(shape, spec.dims, strict=True)):
         parts = math.prod(plan.mesh[axis] for axis in axes)
         if size % parts:
@@ -83,12 +96,15 @@ def check_even(plan: Plan, what: str, shape: Sequence[int], spec: Spec) -> None:
 
 
 def _typed(shape: Sequence[int], dtype: str) -> str:
-    """Format a dtype and a shape."""
+    """Format a dtype and a shape, as in `float32[8,128]`."""
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
 def in_recipe(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with its stacks of layers cut into pipeline stages, if the plan has stages."""
+    """Return the function with its stacks of layers cut into pipeline stages; `fn` itself if the plan has no stages.
+
+    The stages, microbatches and schedule are those in the options of the plan's source.
+    """
     options = plan.source.options if plan.source is not None else {}
     pipeline = read_pipeline(options.get("stages"), options.get("microbatches"), options.get("schedule"))
     if pipeline is None:

@@ -22,10 +22,15 @@ FILE_BYTES = 2 << 30
 
 
 class Files:
-    """Tensors of one model, in one file or in all files of a folder."""
+    """Tensors of one model, in one file or in all files of a folder; their data is read on request."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Open the files at `path`. Raises `UserError` if there are none, or if one is no safetensors file."""
+        """Open the file, or the files of the folder, at `path`; a folder's files are those of its index, else
+        `*.safetensors`.
+
+        If several files have a tensor, the file that sorts last counts. Raises `UserError` if there are no files, or if
+        one is no safetensors file.
+        """
         from safetensors import SafetensorError, safe_open
 
         self.path = Path(path)
@@ -50,7 +55,8 @@ class Files:
     def named(self, name: str) -> str:
         """Return the files' name of a model's parameter, which may lack the base model's name or add it.
 
-        Raises `UserError` if the files have no such tensor.
+        An equal name has priority, then `name` without its first part, then the only tensor that has one part more.
+        Raises `UserError` if the files have no such tensor, or several of the last form.
         """
         if name in self._of:
             return name
@@ -64,17 +70,19 @@ class Files:
         )
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Return the shape of a tensor without reading it."""
+        """Return the shape of the tensor `key`, a name in the files, without reading its data."""
         return tuple(self._of[key].get_slice(key).get_shape())
 
     def part(self, key: str, index: tuple[slice, ...]) -> Any:
-        """Read a part of a tensor as a numpy array; no other part is read."""
+        """Read a part of the tensor `key` as a numpy array; no other part is read. An empty `index` reads a scalar."""
         opened = self._of[key]
         return host_array(opened.get_slice(key)[index] if index else opened.get_tensor(key))
 
 
 def _named_files(index: Path) -> set[str]:
-    """Return the files that an index names. Raises `UserError` if it is no index."""
+    """Return the names of files in an index's `weight_map`, without duplicates. Raises `UserError` if it is no
+    index.
+    """
     content = read_json(index)
     places = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
@@ -83,9 +91,11 @@ def _named_files(index: Path) -> set[str]:
 
 
 def load_weights(plan: Plan, path: str | os.PathLike[str], program: Program, mesh: Any) -> dict[str, Any]:
-    """Load the weights of a model into arrays that are sharded as planned; see `Plan.load_weights`.
+    """Load a model's weights as global arrays by parameter name, sharded over `mesh` as planned; see
+    `Plan.load_weights`.
 
-    Raises `UserError` if the files do not fit the plan.
+    Values are cast to the planned dtypes, and weights in `plan.host` stay on the host. All shapes are checked before
+    anything is loaded; further tensors in the files are ignored. Raises `UserError` if the files do not fit the plan.
     """
     import jax
 
@@ -110,11 +120,13 @@ def load_weights(plan: Plan, path: str | os.PathLike[str], program: Program, mes
 
 
 def _part(files: Files, keys: Sequence[str], shape: Sequence[int], dtype: Any, read: dict[Any, Any], index: Any) -> Any:
-    """Read a part of a parameter, which is one tensor or a stack of several.
+    """Read a part of a parameter, which is one tensor or a stack of several, as a numpy array of `dtype`.
 
-    - `keys`: names of the tensors in the files.
-    - `read`: parts that were read already, for devices with equal shards.
-    - `index`: slices of the part.
+    - `keys`: names of the tensors in the files; with several, the parameter's first dim counts them.
+    - `shape`: whole shape of the parameter.
+    - `dtype`: dtype of the result.
+    - `read`: cache of parts that were read already, for devices with equal shards; the new part is added.
+    - `index`: slices of the part, one for each dim.
     """
     import numpy as np
 
@@ -131,8 +143,11 @@ def _part(files: Files, keys: Sequence[str], shape: Sequence[int], dtype: Any, r
 def save_weights(plan: Plan, params: Mapping[str, Any], folder: str | os.PathLike[str], program: Program) -> list[Path]:
     """Write sharded parameters as safetensors files and return their paths; see `Plan.save_weights`.
 
-    Raises `UserError` for parameters of another model, for parameters of several processes, and for a folder that is
-    not empty.
+    One file is named `model.safetensors`; several are numbered and have an index. They are written to a sibling folder
+    first, so that `folder` appears only when complete. Frozen parameters may be left out of `params`.
+
+    Raises `UserError` for parameters of another model, for parameters of several processes, and for a `folder` that is
+    a file or not empty.
     """
     from safetensors.torch import save_file
 
@@ -174,7 +189,11 @@ def save_weights(plan: Plan, params: Mapping[str, Any], folder: str | os.PathLik
 
 
 def _filled(params: Mapping[str, Any], stacks: Mapping[str, tuple[str, ...]]) -> Iterator[dict[str, Any]]:
-    """Yield groups of whole tensors by name, one for each file; each tensor is gathered just before its use."""
+    """Yield groups of whole torch tensors by name, one for each file; each tensor is gathered just before its use.
+
+    A group ends with the tensor that fills it to `FILE_BYTES`; the last may be smaller. A stacked parameter yields one
+    tensor for each of its names in `stacks`.
+    """
     import numpy as np
     import torch
 
@@ -196,7 +215,10 @@ def _filled(params: Mapping[str, Any], stacks: Mapping[str, tuple[str, ...]]) ->
 
 
 def _stacks(plan: Plan, program: Program) -> Mapping[str, tuple[str, ...]]:
-    """Map each parameter to the model's tensors that it stacks. Raises `UserError` without named weights."""
+    """Map each parameter to the names of the model's tensors that it stacks, in order; one name for an unstacked one.
+
+    Raises `UserError` if the program has no named weights, or is not the plan's.
+    """
     if not program.weights:
         raise UserError(
             f"{program.name} has no weights that files name: only models of hf:CONFIG and torch modules have."

@@ -25,9 +25,10 @@ _THREADS = "PJRT_NPROC"
 
 
 def ensure_devices(count: int) -> None:
-    """Ensure that JAX has at least `count` CPU devices, if it has no accelerator and has not started yet.
+    """Ensure that JAX has at least `count` devices, CPU devices if it has no accelerator; start it if it is imported.
 
-    Raises `UserError` if JAX has started with fewer devices.
+    Before JAX is imported, this only sets the flag in `XLA_FLAGS` and the number of threads in the environment. A
+    larger count in the flag stays. Raises `UserError` if JAX, once imported, has fewer devices of any kind.
     """
     if not _started():
         # Batched LAPACK kernels (triangular solves, eigenvalues) block their device's thread until other threads share
@@ -62,7 +63,9 @@ def _started() -> bool:
 
 
 def _devices() -> list[Any]:
-    """Return the devices of JAX's default backend. Raises `UserError` if JAX cannot start that backend."""
+    """Return the devices of JAX's default backend. Raises `UserError` if JAX cannot start that backend; other errors
+    pass through.
+    """
     import jax
 
     try:
@@ -75,9 +78,9 @@ def _devices() -> list[Any]:
 def plan_devices(plan: Plan, devices: Sequence[Any] | None = None) -> list[Any]:
     """Return the JAX devices of the plan's mesh in row-major order.
 
-    A plan's device numbers are positions in its topology. TPUs are matched by slice and coordinates, other devices by
-    process and id. `devices` defaults to those of JAX's default backend; there may be more than needed. Raises
-    `UserError` if there are too few, or if they do not form the topology.
+    A plan's device numbers are positions in its topology. Devices of a torus that have coordinates (TPUs) are matched
+    by slice and coordinates, others by process and id. `devices` defaults to those of JAX's default backend; there may
+    be more than needed. Raises `UserError` if there are too few, or if they do not form the topology.
     """
     pool = list(_devices() if devices is None else devices)
     needed = len(plan.device_order)
@@ -102,9 +105,10 @@ def plan_devices(plan: Plan, devices: Sequence[Any] | None = None) -> list[Any]:
 
 
 def by_coordinates(topology: Topology, pool: Sequence[Any]) -> dict[int, Any]:
-    """Return the devices by their number in the topology.
+    """Return the devices by their number in the topology; devices outside its shape are left out.
 
-    Coordinates count from the least one of each slice; their axes are in the topology's order.
+    Coordinates count from the least one of each slice; their axes are in the topology's order. Slices count in the
+    order of their indices.
     """
     slices = sorted({getattr(device, "slice_index", 0) or 0 for device in pool})
     numbered = {}
@@ -122,7 +126,7 @@ def by_coordinates(topology: Topology, pool: Sequence[Any]) -> dict[int, Any]:
 
 
 def jax_mesh(plan: Plan, devices: Sequence[Any] | None = None) -> Any:
-    """Return the `jax.sharding.Mesh` with the plan's axes over `plan_devices`."""
+    """Return the `jax.sharding.Mesh` with the plan's axes over `plan_devices`. Raises `UserError` as that does."""
     import jax
     import numpy as np
 
@@ -138,9 +142,10 @@ def named_sharding(mesh: Any, spec: Spec, on_host: bool = False) -> Any:
 
 
 def place(value: Any, sharding: Any) -> Any:
-    """Put a host or device array under a sharding.
+    """Put a host or device array under a sharding; return a global `jax.Array`.
 
-    With several processes, every process has the whole value and copies only its own shards to its devices.
+    With several processes, every process has the whole value and copies only its own shards to its devices. An array
+    that already spans processes is resharded.
     """
     import jax
     import numpy as np
@@ -156,7 +161,8 @@ def place(value: Any, sharding: Any) -> Any:
 def check_granted(plan: Plan, compiled: Any, devices: Iterable[Any]) -> None:
     """Raise `UserError` if a compiled step needs more memory than JAX may use on a device.
 
-    Only this process's first device is asked. Devices that report no limit, such as CPUs, pass.
+    The need is arguments, results and temporaries, without aliased bytes. Only this process's first device in `devices`
+    is asked. Devices that report no limit, such as CPUs, pass, and so does a step without a memory analysis.
     """
     import jax
 
@@ -167,6 +173,7 @@ def check_granted(plan: Plan, compiled: Any, devices: Iterable[Any]) -> None:
     if not granted or stats is None:
         return
     sizes = stats.argument_size_in_bytes, stats.output_size_in_bytes, stats.temp_size_in_bytes
+    # Results in the buffers of donated arguments need no memory of their own.
     needed = sum(sizes) - stats.alias_size_in_bytes
     if needed > granted:
         raise UserError(
@@ -176,7 +183,10 @@ def check_granted(plan: Plan, compiled: Any, devices: Iterable[Any]) -> None:
 
 
 def advice(plan: Plan, needed: float) -> str:
-    """Return the change that would let a step run which needs so many bytes of a device."""
+    """Return the change, as a clause of a message, that would let a step run that needs `needed` bytes of a device.
+
+    A larger share of the memory for JAX is advised if the bytes fit the device, else a plan with less memory.
+    """
     topology = Topology.parse(plan.topology)
     fraction = fraction_for(topology, needed)
     if fraction is not None and needed <= topology.usable_bytes:
@@ -218,7 +228,7 @@ def retained_memory() -> Iterator[None]:
 
 @functools.cache
 def _glibc() -> Any:
-    """Return the C library of this process if it is glibc, else None."""
+    """Return the C library of this process if it is glibc, else None; found once."""
     try:
         libc = ctypes.CDLL(None)
         libc.gnu_get_libc_version  # noqa: B018

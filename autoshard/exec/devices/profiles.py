@@ -17,7 +17,8 @@ from autoshard.errors import UserError
 def profiled(path: pathlib.Path) -> Iterator[None]:
     """Record a profile of the `with` block and write it to `path` as a gzipped Chrome trace.
 
-    Python's own calls are left out. Raises `UserError` if the profiler wrote nothing.
+    Python's own calls are left out, and nothing is written if the block raises. Raises `UserError` if the profiler
+    wrote nothing.
     """
     import jax
 
@@ -37,15 +38,23 @@ class Event:
     """One event of an XSpace file."""
 
     plane: str
+    """Name of the plane: a device, or the host."""
     line: str
+    """Name of the line in the plane: a stream or a thread."""
     name: str
+    """Name of the event, such as an HLO instruction."""
     start_ns: float
+    """Start in nanoseconds: the line's start plus the event's offset."""
     duration_ns: float
+    """Duration in nanoseconds; 0 for an instant."""
     stats: Mapping[str, Any]
+    """Statistic's name -> its value: number, text or bytes."""
 
 
 def events_in(file: Path) -> Iterator[Event]:
-    """Yield every event of an XSpace file. Raises `ValueError` if the file is not an XSpace."""
+    """Yield every event of an XSpace file, plane by plane and line by line. Raises `ValueError`, while iterating, if it
+    is no XSpace.
+    """
     try:
         for number, plane in _fields(memoryview(file.read_bytes())):
             if number == 1:
@@ -55,7 +64,7 @@ def events_in(file: Path) -> Iterator[Event]:
 
 
 def _plane(data: Any) -> Iterator[Event]:
-    """Yield the events of one plane."""
+    """Yield the events of one plane; `data` is an encoded `XPlane`, whose tables name events and statistics."""
     name, lines = "", []
     names: dict[int, dict[int, str]] = {4: {}, 5: {}}  # names of events (4) and of statistics (5)
     for number, value in _fields(data):
@@ -71,7 +80,12 @@ def _plane(data: Any) -> Iterator[Event]:
 
 
 def _line(plane: str, data: Any, names: Mapping[int, str], stat_names: Mapping[int, str]) -> Iterator[Event]:
-    """Yield the events of one line of a plane."""
+    """Yield the events of one line of a plane.
+
+    - `plane`: name of the plane.
+    - `data`: encoded `XLine`.
+    - `names`, `stat_names`: names of events and of statistics by id; an unknown id gives an empty name.
+    """
     name, began_ns, events = "", 0, []
     for number, value in _fields(data):
         if number == 2:
@@ -96,10 +110,15 @@ def _line(plane: str, data: Any, names: Mapping[int, str], stat_names: Mapping[i
 
 
 def _stat(data: Any, names: Mapping[int, str]) -> tuple[str, Any]:
-    """Return the name and value of one statistic."""
+    """Return the name and value of one encoded `XStat`: a float, an integer, a text or bytes; None without a value.
+
+    A value that refers to another statistic's name is that name.
+    """
     key, content = "", None
     for number, value in _fields(data):
         match number:
+            # Field numbers are those of XStat: 1 is the name's id, 2 a double, 3 unsigned, 4 signed, 5 text, 6 bytes, 7
+            # a name's id.
             case 1:
                 key = names.get(value, "")
             case 2:
@@ -123,7 +142,11 @@ def _text(value: Any) -> str:
 
 
 def _fields(data: Any) -> Iterator[tuple[int, Any]]:
-    """Yield the number and value of each field of a protobuf message: a whole number, or the bytes of other types."""
+    """Yield the number and value of each field of an encoded protobuf message, in file order.
+
+    A varint is a whole number, unsigned; all other types are their raw bytes. Raises `ValueError` for an unknown wire
+    type and for a truncated field.
+    """
     place, end = 0, len(data)
     while place < end:
         tag, place = _varint(data, place)
@@ -144,7 +167,9 @@ def _fields(data: Any) -> Iterator[tuple[int, Any]]:
 
 
 def _varint(data: Any, place: int) -> tuple[int, int]:
-    """Decode a variable-length number at `place`; return it and the position after it."""
+    """Decode the unsigned variable-length number at `place`; return it and the position after it. Raises `IndexError`
+    past the end.
+    """
     value = shift = 0
     while True:
         byte = data[place]

@@ -21,9 +21,12 @@ from autoshard.program import map_inputs
 
 
 def distribute(plan: Plan, model: Any, mesh: Any, places: Mapping[str, Sequence[Any]], gather_outputs: bool) -> Any:
-    """Split a module's parameters by `places` (placements by name), and hook its modules; see `Plan.distribute`.
+    """Split a module's parameters over a `DeviceMesh`, in place, hook its modules and return it; see `Plan.distribute`.
 
-    Raises: UserError for a module that has DTensors already.
+    - `places`: placements of each parameter by its name in the module, one for each mesh axis.
+    - `gather_outputs`: True makes the outputs whole plain tensors, False leaves them DTensors.
+
+    A parameter that several modules share stays shared. Raises `UserError` for a module that has DTensors already.
     """
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise UserError("plan.distribute: the module has DTensors already; give a module that is not distributed yet.")
@@ -56,9 +59,8 @@ def distribute(plan: Plan, model: Any, mesh: Any, places: Mapping[str, Sequence[
 
 
 def notes_on(model: Any) -> tuple[str, ...]:
-    """Return the sentences of `autoshard.exec.distribution_notes`.
-
-    Raises: UserError for a module that is not distributed.
+    """Return the sentences of `autoshard.exec.distribution_notes`. Raises `UserError` for a module that is not
+    distributed.
     """
     for hook in model._forward_pre_hooks.values():
         if isinstance(getattr(hook, "__self__", None), _RunHooks):
@@ -68,16 +70,23 @@ def notes_on(model: Any) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _PlacedUse:
-    """Placements for one use of a parameter, and the shapes that identify that use."""
+    """Placements for one use of a parameter, one for each mesh axis, and the global shapes that identify that use."""
 
     input_shape: tuple[int, ...]
+    """Global shape of the op's input."""
     output_shape: tuple[int, ...]
+    """Global shape of its output."""
     weight: list[Any]
+    """Placements of the parameter during the use."""
     input: list[Any]
+    """Placements of the input."""
     output: list[Any]
+    """Placements of the output."""
 
     def takes(self, shape: tuple[int, ...]) -> bool:
-        """Return True if the use has an input of this shape; the ids of a lookup have one dim more in a program."""
+        """Return True if the use has an input of this shape; a program's ids of a lookup may have one more dim, of size
+        1.
+        """
         return self.input_shape in (shape, (*shape, 1))
 
 
@@ -96,12 +105,16 @@ class _PlannedUses:
                 into.append(_PlacedUse(use.input_shape, use.output_shape, weight, inputs, outputs))
 
     def of(self, name: str) -> list[_PlacedUse]:
-        """Return the uses of the parameter with that name."""
+        """Return the uses of the parameter with that name, in the plan's order; empty if it has none that DTensor can
+        represent.
+        """
         return [use for pattern, uses in self._found.values() if pattern.match(name) for use in uses]
 
 
 def _pins(plan: Plan) -> dict[tuple[str, tuple[int, ...]], list[Any]]:
-    """Return the placements of functions' results, by function and shape, as far as DTensor can represent them."""
+    """Return the planned placements of functions' results, by function's name and global shape, as far as DTensor can
+    represent them.
+    """
     return {
         (each.function, each.shape): list(placements_of(each.spec, plan.mesh, ""))
         for each in plan.activations
@@ -110,7 +123,10 @@ def _pins(plan: Plan) -> dict[tuple[str, tuple[int, ...]], list[Any]]:
 
 
 class _UseHooks:
-    """Hooks of a module that owns parameters: they place its parameters, its input and its output as planned."""
+    """Hooks of a module that owns parameters: they place its parameters, its input and its output as planned.
+
+    `uses` has the planned uses of each parameter by its key in the module. Nested calls are matched by a stack.
+    """
 
     def __init__(self, uses: Mapping[str, list[_PlacedUse]], ops: SplitOps) -> None:
         self._uses = uses
@@ -118,7 +134,12 @@ class _UseHooks:
         self._calls: list[list[tuple[str, _PlacedUse]]] = []
 
     def before(self, module: Any, args: tuple[Any, ...]) -> Any:
-        """Place the parameters and the first input for the planned use that has the input's shape."""
+        """Place the parameters and the first input for the first planned use with the input's shape; return the new
+        arguments.
+
+        Returns None, which leaves the arguments alone, if no use has that shape or the input is no DTensor. An input
+        with too few dims for its placements stays too.
+        """
         first = args[0] if args and isinstance(args[0], DTensor) else None
         shape = None if first is None else tuple(first.shape)
         matching = [
@@ -141,7 +162,10 @@ class _UseHooks:
         return (moved(first, places), *args[1:])
 
     def after(self, module: Any, args: Any, output: Any) -> Any:
-        """Restore the parameters, and place the output as planned."""
+        """Restore the parameters, also after a failed call, and return the output as planned.
+
+        Returns None, which leaves the output alone, unless a use matched and the output is a DTensor of its shape.
+        """
         matching = self._calls.pop() if self._calls else []
         self._ops.inside -= bool(matching)
         for key, _ in matching:
@@ -152,7 +176,7 @@ class _UseHooks:
 
 
 def moved(tensor: Any, places: Sequence[Any]) -> Any:
-    """Return a DTensor in other placements."""
+    """Return a DTensor in other placements, itself if it has them already."""
     return tensor if list(tensor.placements) == list(places) else tensor.redistribute(placements=list(places))
 
 
@@ -173,33 +197,47 @@ class _RunHooks:
         }
 
     def __getstate__(self) -> dict[str, Any]:
+        """Return the state for copies and pickles, in which gradients are not placed: parameters lose their hooks
+        there.
+        """
         return self.__dict__ | {"_gradients": False}  # parameters are copied and pickled without their hooks
 
     def place_gradients(self, module: Any) -> None:
-        """Place gradients as parameters are; otherwise an optimizer would sum them again at each use."""
+        """Register hooks that place gradients as parameters are; otherwise an optimizer would sum them again at each
+        use.
+        """
         for parameter in module.parameters():
             if isinstance(parameter, DTensor) and parameter.requires_grad:
                 parameter.register_hook(PlacedGradient(parameter.placements))
         self._gradients = True
 
     def notes(self) -> tuple[str, ...]:
-        """Return a sentence for each function that every device runs whole."""
+        """Return a sentence for each function that every device ran whole, with its failure on DTensors; empty if there
+        is none.
+        """
         return tuple(f"{name} runs whole on every device: {said}." for name, said in self.ops.whole.items())
 
     def enter(self, module: Any, args: Any, kwargs: Any) -> None:
-        """Start splitting torch functions when the outermost module is called."""
+        """Start splitting torch functions when the outermost running module is called; the arguments stay as they
+        are.
+        """
         stack = contextlib.ExitStack()
         if not self._open:
             stack.enter_context(self.ops)
         self._open.append(stack)
 
     def leave(self, module: Any, args: Any, output: Any) -> None:
-        """Stop splitting torch functions when the outermost module returns."""
+        """Stop splitting torch functions when the outermost running module returns; the output stays as it is."""
         if self._open:
             self._open.pop().close()
 
     def enter_root(self, module: Any, args: Any, kwargs: Any) -> Any:
-        """Place the inputs of the distributed module."""
+        """Start splitting, and return the positional and keyword arguments of the distributed module as placed
+        DTensors.
+
+        Gradients are hooked again after a copy of the module. If an input cannot be placed, splitting stops and the
+        error is raised.
+        """
         self.enter(module, args, kwargs)
         if not self._gradients:
             self.place_gradients(module)
@@ -210,13 +248,24 @@ class _RunHooks:
             raise
 
     def leave_root(self, module: Any, args: Any, output: Any) -> Any:
-        """Gather the outputs of the distributed module if asked to; otherwise complete their sums."""
+        """Stop splitting and return the outputs: whole plain tensors if asked to gather, else DTensors without open
+        sums.
+
+        Other values in the output's pytree stay as they are.
+        """
         self.leave(module, args, output)
         final = gathered if self._gathers else settle
         return _pytree.tree_map_only(DTensor, final, output)
 
     def _placed(self, name: str, value: Any) -> Any:
-        """Place an input as planned; an input of another shape is split if all parts are even, else replicated."""
+        """Return an input as a DTensor placed as planned; a value that is no tensor is returned unchanged.
+
+        - `name`: name of the input in the plan, without `batch.`.
+        - `value`: plain tensor, equal on every process, or DTensor.
+
+        Only the number of dims must be the planned one. The input is replicated if it differs, if the plan has no such
+        input, or if a part would be uneven.
+        """
         if not isinstance(value, torch.Tensor):
             return value
         shape, places = self._inputs.get(name, ((), None))

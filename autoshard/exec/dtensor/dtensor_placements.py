@@ -8,9 +8,12 @@ from autoshard.planning import Spec, dims_by_axis, spec_text
 
 
 def placements_of(spec: Spec, mesh: Mapping[str, int], name: str) -> tuple[Any, ...]:
-    """Return `Shard` or `Replicate` for each mesh axis.
+    """Return `Shard` or `Replicate` for each mesh axis, in the mesh's order.
 
-    Raises: UserError if axes split a dim in another order than the mesh's, which DTensor cannot represent.
+    - `mesh`: sizes of the axes by name.
+    - `name`: tensor's name in the message.
+
+    Raises `UserError` if axes split a dim in another order than the mesh's, which DTensor cannot represent.
     """
     from torch.distributed.tensor import Replicate, Shard
 
@@ -24,9 +27,9 @@ def placements_of(spec: Spec, mesh: Mapping[str, int], name: str) -> tuple[Any, 
 
 
 def spec_of_placements(placements: Any, rank: int, mesh: Mapping[str, int]) -> Spec:
-    """Return the spec of DTensor placements, the reverse of `placements_of`.
+    """Return the spec of DTensor placements of a tensor with `rank` dims, the reverse of `placements_of`.
 
-    Raises: UserError for a partial or strided placement.
+    Axes of one dim are in the mesh's order. Raises `UserError` for a partial or strided placement.
     """
     from torch.distributed.tensor import Replicate, Shard
 

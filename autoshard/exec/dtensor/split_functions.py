@@ -13,7 +13,9 @@ from autoshard.exec.dtensor.split_trial import settle
 def attend(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str, Any]) -> Any:
     """Run attention on each device's shard of batches and heads; return None if the arguments do not allow it.
 
-    DTensor supports the kernels of some backends only, and no split mask.
+    Query, key and value must be the only positional arguments, DTensors of (batch, heads, sequence, features). The
+    query's splits of batch and heads stay, if they fit all three; all other splits are gathered. The mask, if any, is
+    split alike. The result is a DTensor. DTensor supports the kernels of some backends only, and no split mask.
     """
     if len(given) > 3 or not all(isinstance(each, DTensor) and each.ndim == 4 for each in given[:3]):
         return None
@@ -29,7 +31,10 @@ def attend(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str, A
         places = [Replicate() if axis in shared else place for axis, place in enumerate(places)]
 
     def local(tensor: Any) -> Any:
-        """Return this device's part of a tensor whose leading dims may be missing, as those of a mask."""
+        """Return this device's part of a tensor whose leading dims may be missing, as those of a mask.
+
+        Dims of size 1 stay whole, and their gradients are partial sums.
+        """
         missing = 4 - tensor.ndim
         own, grads = [], []
         for place in places:
@@ -47,6 +52,10 @@ def attend(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str, A
 
 def embed(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str, Any]) -> Any:
     """Look up each device's ids in its part of the table; return None if the arguments do not allow it.
+
+    Ids and table must be DTensors, the rows split evenly, without `max_norm`, `scale_grad_by_freq` and `sparse`. Over
+    an axis that splits the ids the table is gathered; over one that splits rows the result is a partial sum. Splits of
+    columns stay.
 
     DTensor's own lookup needs all ids where rows of the table are split, and gathers the gradients of all ids.
     """
@@ -66,6 +75,7 @@ def embed(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str, An
                    Shard(ids.ndim) if place == Shard(1) else Replicate())  # fmt: skip
     local_ids, part = local_part(ids, own_ids), local_part(table, own_table, grads)
     mesh, first = ids.device_mesh, 0
+    # This device's number among the parts of the rows, with earlier mesh axes major, as DTensor splits a dim.
     for axis in [axis for axis, place in enumerate(own_table) if place == Shard(0)]:
         first = first * mesh.size(axis) + mesh.get_local_rank(axis)
     if Shard(0) not in own_table:
@@ -76,6 +86,7 @@ def embed(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str, An
         ):
             return None
         padding = named.pop("padding_idx", None)
+        # The padding row counts from the start of this part; in other parts it has no number.
         if padding is not None and 0 <= (padding := padding % len(table) - first * len(part)) < len(part):
             named["padding_idx"] = padding
         row = local_ids - first * len(part)
@@ -87,7 +98,9 @@ def embed(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str, An
 def convolve(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str, Any]) -> Any:
     """Run a convolution on some images or to some features; return None if the arguments do not allow it.
 
-    DTensor's own convolution splits space.
+    Images, kernel and bias must be DTensors, and the images have a batch dim. Over each mesh axis a split of the batch
+    stays, else a split of the kernel's output features without groups; all else is gathered. DTensor's own convolution
+    splits space.
     """
     named = dict(zip(_CONVOLUTION, given, strict=False)) | keywords
     images, kernel, bias = (named.pop(name, None) for name in ("input", "weight", "bias"))
@@ -113,7 +126,8 @@ def convolve(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str,
 def multiply(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str, Any]) -> Any:
     """Run a linear layer on values split in a dim between the first and the last; return None for other values.
 
-    DTensor would merge these dims.
+    Splits of all dims but the last stay; over other axes a split of the weight's rows splits the result's last dim. All
+    else is gathered. Value, weight and bias must be DTensors. DTensor's own function would merge the leading dims.
     """
     named = dict(zip(("input", "weight", "bias"), given, strict=False)) | keywords
     value, weight, bias = (named.get(name) for name in ("input", "weight", "bias"))
@@ -138,7 +152,11 @@ def multiply(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str,
 
 
 def choose(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str, Any]) -> Any:
-    """Run top-k with whole rows; DTensor has no gradient of top-k."""
+    """Run top-k with whole rows and return values and indices, split as the other dims are; DTensor has no gradient of
+    top-k.
+
+    Returns None if the input is no DTensor, or if there is `out`.
+    """
     named = dict(zip(("input", "k", "dim", "largest", "sorted"), given, strict=False)) | keywords
     rows = named.pop("input", None)
     if not isinstance(rows, DTensor) or "out" in named:
@@ -150,7 +168,11 @@ def choose(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str, A
 
 
 def pad(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str, Any]) -> Any:
-    """Pad values in dims that are not split; return None if the arguments do not allow it."""
+    """Pad values, after gathering the dims that are padded; return None if the input is no DTensor or widths are no
+    integers.
+
+    Splits of other dims stay.
+    """
     named = dict(zip(("input", "pad", "mode", "value"), given, strict=False)) | keywords
     values, widths = named.pop("input", None), named.get("pad", ())
     if not isinstance(values, DTensor) or not all(isinstance(width, int) for width in widths):
@@ -160,17 +182,21 @@ def pad(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str, Any]
 
 
 def _whole_in(tensor: Any, dims: set[int]) -> list[Any]:
-    """Return a tensor's placements with these dims whole."""
+    """Return a tensor's placements, with `Replicate` instead of partial sums and of splits of `dims`."""
     return [p if isinstance(p, Shard) and p.dim not in dims else Replicate() for p in tensor.placements]
 
 
 def local_part(tensor: Any, places: Sequence[Any], grads: Sequence[Any] | None = None) -> Any:
-    """Return this device's part of a tensor in some placements; `grads` are the placements of its gradient."""
+    """Return this device's part of a DTensor in some placements; `grads` are the placements of its gradient, by default
+    the same.
+    """
     return tensor.redistribute(placements=list(places)).to_local(grad_placements=list(grads or places))
 
 
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+"""Positional parameters of `torch.nn.functional.embedding`."""
 _CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+"""Positional parameters of torch's convolutions."""
 # Torch function -> its implementation on shards, which returns None if the arguments do not allow it.
 ON_SHARDS: dict[Any, Callable[..., Any]] = {
     torch.nn.functional.scaled_dot_product_attention: attend,
@@ -186,7 +212,10 @@ ON_SHARDS: dict[Any, Callable[..., Any]] = {
 
 
 def is_experts(module: Any) -> bool:
-    """Return True if a module is a block of experts of transformers, whose parameters all have experts as first dim."""
+    """Return True if a module is a block of experts of transformers, whose parameters all have experts as first dim.
+
+    It has an integer `num_experts`, `_is_expert_parallel`, parameters of its own, and at most one child.
+    """
     count = getattr(module, "num_experts", None)
     if not isinstance(count, int) or not hasattr(module, "_is_expert_parallel"):
         return False
@@ -198,6 +227,9 @@ class ExpertHooks:
     """Hooks of a block of experts: during a call the block has this device's tokens and this device's experts.
 
     A token counts nothing here if its expert is on another device. The results of all devices are summed.
+
+    - `mesh`: `DeviceMesh`.
+    - `taken`: planned placements of parameters by name; empty if the plan has none.
     """
 
     def __init__(self, mesh: Any, taken: Mapping[str, Sequence[Any]]) -> None:
@@ -207,7 +239,11 @@ class ExpertHooks:
         self._calls: list[tuple[Any, ...] | None] = []
 
     def before(self, module: Any, args: tuple[Any, ...]) -> Any:
-        """Replace inputs and parameters by this device's parts, and send tokens of other devices' experts nowhere."""
+        """Replace inputs and parameters by this device's parts, and send tokens of other devices' experts nowhere.
+
+        The three inputs are hidden values, indices of experts and their weights, with tokens as first dim. Returns the
+        local ones. Other inputs, or plain tensors among them, leave the call alone (None).
+        """
         parameters = dict(module.named_parameters(recurse=False))
         fits = len(args) == 3 and all(isinstance(each, DTensor) for each in (*args, *parameters.values()))
         if not fits or len({len(each) for each in args}) != 1:
@@ -230,6 +266,7 @@ class ExpertHooks:
             number = 0
             for axis in by_expert:
                 number = number * self._mesh.size(axis) + self._mesh.get_local_rank(axis)
+            # Each device has `count` experts in a row; `count` itself is the index of no expert.
             elsewhere = own_index // count != number
             own_index = torch.where(elsewhere, count, own_index % count)
             own_weights = own_weights.masked_fill(elsewhere, 0)
@@ -238,7 +275,11 @@ class ExpertHooks:
         return own_hidden, own_index, own_weights
 
     def after(self, module: Any, args: Any, output: Any) -> Any:
-        """Restore the parameters, and return the output as a DTensor to be summed over axes of experts."""
+        """Restore the parameters, and return the output as a DTensor that is a partial sum over axes of experts.
+
+        If tokens were split over such an axis before, the sum is scattered to them. Returns None for a call that
+        `before` left alone or that failed.
+        """
         called = self._calls.pop() if self._calls else None
         if called is None:
             return None
@@ -255,6 +296,8 @@ class ExpertHooks:
         return result
 
     def _axes_of_experts(self, held: Mapping[str, Any]) -> list[int]:
-        """Return the mesh axes that split experts in the plan's uses of the parameters, else in their placements."""
+        """Return the numbers of the mesh axes that split the first dim of all parameters, in the plan's uses or else
+        where they are.
+        """
         places = [list(each) for each in self._taken.values()] or [list(each.placements) for each in held.values()]
         return [axis for axis in range(self._mesh.ndim) if all(each[axis] == Shard(0) for each in places)]

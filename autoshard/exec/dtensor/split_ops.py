@@ -24,8 +24,11 @@ class SplitOps(TorchFunctionMode):
 
     A plain tensor is assumed to be equal on every process. The first call of a function with such shapes and placements
     is a trial. The function fails the trial if DTensor fails on it or on its gradient, or returns other values than one
-    device does. From then on its arguments are gathered and every device runs it whole. Open sums are completed before
-    the next function, and tensors that cannot be split evenly are replicated.
+    device does. From then on it is tried with splits of the first dim only. If that fails too, its arguments are
+    gathered and every device runs it whole. Open sums are completed before the next function, and tensors that cannot
+    be split evenly are replicated.
+
+    `pins` are placements of results by function's name and result's shape.
     """
 
     def __init__(self, mesh: Any, pins: Mapping[tuple[str, tuple[int, ...]], Sequence[Any]] | None = None) -> None:
@@ -45,7 +48,11 @@ class SplitOps(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a function on DTensors if its trial succeeds; else split by batch if that trial succeeds; else whole."""
+        """Run a function on DTensors if its trial succeeds; else split by batch if that trial succeeds; else whole.
+
+        Reads of metadata, and calls without DTensors, run unchanged. A write of DTensors to a plain tensor runs whole.
+        Results are placed as pinned and settled; those of a whole run are replicated DTensors.
+        """
         kwargs = kwargs or {}
         leaves = _pytree.tree_leaves((args, kwargs))
         if func in _READS or not any(isinstance(leaf, DTensor) for leaf in leaves):
@@ -76,12 +83,15 @@ class SplitOps(TorchFunctionMode):
         return self._on_whole(func, args, kwargs)
 
     def _pinned(self, func: Callable[..., Any], args: Sequence[Any]) -> Callable[[Any], Any]:
-        """Return a function that places a result as planned, and settles it."""
+        """Return a function that places a DTensor result of `func` as planned, if it has a pin and no layer runs, and
+        settles it.
+        """
         name = plain_name(func)
         # No plan pins a view that does not change the shape.
         same = args[0].shape if name in _VIEWS and args and isinstance(args[0], torch.Tensor) else None
 
         def place(tensor: Any) -> Any:
+            """Return the tensor in its pinned placements, else in its own, without uneven splits (`settled`)."""
             pinned = not self.inside and tensor.shape != same
             places = self._pins.get((name, tuple(tensor.shape))) if pinned else None
             return settled(tensor if places is None else tensor.redistribute(placements=list(places)))
@@ -89,16 +99,21 @@ class SplitOps(TorchFunctionMode):
         return place
 
     def _distributed(self, tensor: Any) -> Any:
-        """Return a tensor as a DTensor without open sums."""
+        """Return a tensor as a DTensor without open sums; a plain tensor becomes a replicated one."""
         return settle(tensor) if isinstance(tensor, DTensor) else self._wrapped(tensor)
 
     def _by_batch(self, func: Callable[..., Any], given: Any, keywords: Any) -> tuple[Any, Any]:
-        """Return the arguments split in their first dim only, and their key; None if they are so already."""
+        """Return the arguments split in their first dim only, and the key of their trial.
+
+        Both are None if no argument is split so, if all are split only so already, or if the function writes to its
+        first argument.
+        """
         if _changes(func):
             return None, None
         changed = False
 
         def kept(tensor: Any) -> Any:
+            """Return the tensor with `Replicate` in place of all but splits of its first dim."""
             nonlocal changed
             places = [place if place == Shard(0) else Replicate() for place in tensor.placements]
             if places == list(tensor.placements):
@@ -112,22 +127,29 @@ class SplitOps(TorchFunctionMode):
         return (resplit, _key(func, resplit)) if changed else (None, None)
 
     def _agreed(self, wrong: str) -> str:
-        """Return the failure of a trial, also if only another process failed; "" if no process failed."""
+        """Return the failure of a trial, also if only another process failed; "" if no process failed.
+
+        All processes must call it, since it communicates over the mesh.
+        """
         failed = DTensor.from_local(
             torch.tensor(float(bool(wrong)), device=self.mesh.device_type), self.mesh, [Partial("max")] * self.mesh.ndim
         )
         return (wrong or "it went wrong on another process") if failed.full_tensor().item() else ""
 
     def _note(self, func: Callable[..., Any], wrong: str) -> None:
-        """Record that every device runs a function whole, with the reason."""
+        """Record that every device runs a function whole, with the reason; the first reason of a function stays."""
         self.whole.setdefault(resolve_name(func) or getattr(func, "__name__", str(func)), wrong)
 
     def _on_whole(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a function on gathered arguments, on every device, and copy its writes back to the shards."""
+        """Run a function on gathered arguments, on every device, and copy its writes back to the shards.
+
+        Returns results as replicated DTensors; a function that writes to its first argument returns that argument.
+        """
         target = _pytree.tree_leaves((args, kwargs))[0]
         writable: list[tuple[Any, Any, int]] = []
 
         def gather(tensor: Any) -> Any:
+            """Return the whole of a DTensor, and record it as writable if it needs no gradient."""
             result = gathered(tensor)
             if not tensor.requires_grad:
                 writable.append((tensor, result, result._version))
@@ -154,7 +176,10 @@ class SplitOps(TorchFunctionMode):
 
 @functools.cache
 def register_missing() -> None:
-    """Register with DTensor how views of whole tensors are split, as their inputs are, where DTensor lacks them."""
+    """Register with DTensor how `alias` and `select` are split, once: as their inputs are.
+
+    A selected dim must be whole.
+    """
 
     @register_sharding(torch.ops.aten.alias.default)
     def _(tensor: Any) -> Any:
@@ -172,7 +197,10 @@ def register_missing() -> None:
 
 
 def run_split(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run a function on DTensors, by an implementation of `ON_SHARDS` if there is one."""
+    """Run a function on DTensors, by an implementation of `ON_SHARDS` if there is one that accepts the arguments.
+
+    A concatenation leaves out empty tensors of one dim.
+    """
     if func in ON_SHARDS:
         result = ON_SHARDS[func](func, args, kwargs)
         if result is not None:
@@ -185,9 +213,10 @@ def run_split(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def settled(tensor: Any) -> Any:
-    """Return a function's result with even splits, and with its gradient placed alike.
+    """Return a DTensor result with even splits, uneven ones replicated, and with its gradient placed alike.
 
-    A gradient may arrive in any placement, which the trial does not cover.
+    Plain partial sums stay open, and their gradients are replicated. A gradient may arrive in any placement, which the
+    trial does not cover.
     """
     if any(place.is_partial() and type(place) is not Partial for place in tensor.placements):
         tensor = settle(tensor)  # a lookup in a part of a table can be summed only once
@@ -208,6 +237,7 @@ class PlacedGradient:
         self._places = list(places)
 
     def __call__(self, gradient: Any) -> Any:
+        """Return the gradient in the hook's placements; a plain tensor is returned unchanged."""
         if not isinstance(gradient, DTensor) or list(gradient.placements) == self._places:
             return gradient
         return gradient.redistribute(placements=self._places)
@@ -222,7 +252,9 @@ def gathered(tensor: Any) -> Any:
 
 
 def _divides(tensor: Any, placement: Any) -> bool:
-    """Return True if a placement splits its dim evenly."""
+    """Return True if a placement splits its dim evenly, together with all axes that split that dim; True for no
+    split.
+    """
     if not isinstance(placement, Shard):
         return True
     parts = 1
@@ -233,14 +265,18 @@ def _divides(tensor: Any, placement: Any) -> bool:
 
 
 def plain_name(func: Callable[..., Any]) -> str:
-    """Return a function's name in plans: `add` for `Tensor.__radd__`, `__iadd__` and `torch.add`."""
+    """Return a function's name in plans: `add` for `Tensor.__radd__`, `__iadd__`, `add_` and `torch.add`; empty if it
+    has none.
+    """
     name = getattr(func, "__name__", "")
     plain = name.strip("_")
     return plain[1:] if name.startswith("__") and plain[1:] in _REFLECTED else plain
 
 
 _VIEWS = {"view", "reshape", "expand", "contiguous", "squeeze", "unsqueeze"}
+"""Names of functions that may return their input in the same shape."""
 _REFLECTED = set("add sub mul truediv".split())
+"""Names of operators with reflected (`__radd__`) and in-place (`__iadd__`) methods."""
 
 
 def _is(leaf: Any) -> bool:
@@ -249,12 +285,13 @@ def _is(leaf: Any) -> bool:
 
 
 def _changes(func: Callable[..., Any]) -> bool:
-    """Return True if a function writes to its first argument."""
+    """Return True if a function writes to its first argument, by its name: `add_`, `__iadd__`, `__setitem__`."""
     name = getattr(func, "__name__", "")
     return name == "__setitem__" or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
 _IN_PLACE = {f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()}
+"""Names of the in-place operators' methods."""
 
 
 _READS = {
@@ -279,10 +316,14 @@ _READS = {
 
 
 def _key(func: Callable[..., Any], given: Any) -> Any:
-    """Return the key of a function's trial: the function and all properties of its arguments but their values."""
+    """Return the key of a function's trial: the function and all properties of its arguments but tensors' values.
+
+    Plain numbers count with their values.
+    """
     grad = torch.is_grad_enabled()
 
     def told(leaf: Any) -> Any:
+        """Return a leaf's shape, dtype, placements and need of a gradient, or its plain value."""
         if isinstance(leaf, DTensor):
             return tuple(leaf.shape), leaf.dtype, tuple(leaf.placements), leaf.requires_grad and grad
         return leaf if isinstance(leaf, (int, bool, str, type(None), torch.dtype)) else repr(leaf)[:80]

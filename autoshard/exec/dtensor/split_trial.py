@@ -24,11 +24,15 @@ def settle(value: Any) -> Any:
 def trial(func: Callable[..., Any], run: Callable[..., Any], args: Any, kwargs: Any, changes: bool) -> str:
     """Try a function on DTensors and return the failure as text; "" if it succeeds.
 
-    No argument is changed, and no random numbers are consumed.
+    No argument is changed, and no random numbers are consumed. All processes of the mesh must call it, since it
+    gathers.
 
     - `run`: `run(func, args, kwargs)` runs the function on DTensors.
-    - `args`, `kwargs`: arguments, none of them a partial sum.
+    - `args`, `kwargs`: arguments, none of them a partial sum, at least one of them a DTensor.
     - `changes`: True if the function writes to its first argument.
+
+    Results and gradients must equal those on whole tensors but for rounding. They are not compared for functions that
+    draw random numbers, that return uninitialised tensors, or whose tensors exceed `MOST_BYTES`.
     """
     tensors = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
     mesh = tensors[0].device_mesh
@@ -65,7 +69,8 @@ def trial(func: Callable[..., Any], run: Callable[..., Any], args: Any, kwargs: 
 def _rounding(values: Sequence[Any], device_type: str) -> float:
     """Return the largest accepted difference of values, relative to the largest value of their tensor.
 
-    It is the square root of the coarsest epsilon of the dtypes involved.
+    It is the square root of the coarsest epsilon of the floating dtypes involved; 0 without any. The autocast dtype is
+    involved if autocast is on.
     """
     dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()}
     if torch.is_autocast_enabled(device_type):
@@ -79,13 +84,15 @@ def _itself(value: Any) -> Any:
 
 
 def _said(error: Exception) -> str:
-    """Return the beginning of an error's text, without the arguments that it lists."""
+    """Return the first 160 characters of an error's text, without the arguments that it lists; its type's name if that
+    is empty.
+    """
     text = " ".join(str(error).partition(", args_schema")[0].partition("DTensor(local")[0].split())
     return text[:160].rstrip(" .,[(") or type(error).__name__
 
 
 def _random_state(mesh: Any) -> tuple[bytes, ...]:
-    """Return the states of the random generators of the host and the device."""
+    """Return the states of the random generators of the host and, unless that is a CPU, of the mesh's device."""
     states = [torch.get_rng_state()]
     if mesh.device_type != "cpu":
         states.append(torch.get_device_module(mesh.device_type).get_rng_state())
@@ -93,19 +100,24 @@ def _random_state(mesh: Any) -> tuple[bytes, ...]:
 
 
 def _whole_copy(tensor: Any) -> Any:
-    """Return a whole copy of a DTensor as a plain tensor."""
+    """Return a DTensor gathered as a plain, detached tensor that requires a gradient if the original does."""
     return tensor.detach().full_tensor().requires_grad_(tensor.requires_grad)
 
 
 def _values(run: Callable[[Any, Any], Any], args: Any, kwargs: Any, changes: bool) -> Iterator[Any]:
-    """Yield results of a function for copies of its arguments, arguments that it wrote to, and gradients.
+    """Yield results of a function for copies of its arguments, then arguments that it wrote to, then gradients.
 
-    The gradients are those of the copies, for made-up gradients of the results.
+    - `run`: `run(args, kwargs)`.
+    - `changes`: True if the function writes to its first argument, which then stands for the results.
+
+    The gradients are those of the copies, for made-up gradients of the results; None for a copy that the results do not
+    use.
     """
     taken: list[Any] = []
     writable: list[tuple[Any, list[int]]] = []
 
     def copied(tensor: Any) -> Any:
+        """Return a detached copy of a tensor, and record it among those with gradients or those that may be written."""
         copy = tensor.detach()
         if tensor.requires_grad and torch.is_grad_enabled():
             taken.append(copy.requires_grad_())
@@ -132,9 +144,10 @@ def _writes_to(tensor: Any) -> list[int]:
 
 
 def _ramp(like: Any) -> Any:
-    """Return values that all differ, in the shape and placements of a tensor whose sums are complete."""
+    """Return varied values (cosines), in the shape, dtype and placements of a tensor, with partial sums replicated."""
     size = math.prod(like.shape)
     values = (
+        # Equal values would hide an exchange of elements. Cosines at steps of 0.7 do not repeat.
         torch.arange(size, device=like.device, dtype=torch.float32).mul_(0.7).cos_().to(like.dtype).reshape(like.shape)
     )
     if not isinstance(like, DTensor):
@@ -145,7 +158,11 @@ def _ramp(like: Any) -> Any:
 
 
 def _alike(found: Any, wanted: Any, allowed: float) -> bool:
-    """Return True if a DTensor equals the expected tensor but for rounding."""
+    """Return True if a DTensor equals the expected tensor in shape, dtype and, but for rounding, in values.
+
+    The largest difference is `allowed` times the largest usual value. Infinities, NaNs and values from 1e30 on must
+    stand at the same places. Integers and values that are no tensors must be equal.
+    """
     if not isinstance(wanted, torch.Tensor):
         return type(found) is type(wanted) and (not isinstance(wanted, (int, float, bool, str)) or found == wanted)
     if not isinstance(found, DTensor) or found.shape != wanted.shape or found.dtype != wanted.dtype:
@@ -155,6 +172,7 @@ def _alike(found: Any, wanted: Any, allowed: float) -> bool:
         return False
     if not wanted.is_floating_point():
         return bool(torch.equal(found, wanted))
+    # Masks use the least finite number of a dtype: it would hide all other differences by its scale.
     usual = wanted.isfinite() & (wanted.abs() < 1e30)
     if not torch.equal(torch.where(usual, 0, wanted).nan_to_num(1.0), torch.where(usual, 0, found).nan_to_num(1.0)):
         return False
@@ -164,7 +182,11 @@ def _alike(found: Any, wanted: Any, allowed: float) -> bool:
 
 
 def is_sound(tensor: Any, divides: Callable[[Any, Any], bool]) -> bool:
-    """Return True if the shape of a DTensor matches that of its shards together, where these are even."""
+    """Return True if this device's shard has the shape that a DTensor's shape and placements imply.
+
+    True too for other values, and for a DTensor that is split unevenly. `divides` is a test of a DTensor and a
+    placement.
+    """
     if not isinstance(tensor, DTensor):
         return True
     shape = list(tensor.shape)

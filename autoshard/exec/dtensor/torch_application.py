@@ -50,9 +50,9 @@ class TorchPlan:
         return specs
 
     def mark(self, model: Any) -> Any:
-        """Mark a module's parameters on the XLA devices as planned; see `Plan.mark`.
+        """Move a module's parameters to the XLA devices, marked as planned, and return the module; see `Plan.mark`.
 
-        Raises: UserError if SPMD mode is off.
+        Scalars are not marked. Raises `UserError` if SPMD mode is off, and as `specs` does.
         """
         import torch_xla.runtime as xr
 
@@ -78,7 +78,8 @@ class TorchPlan:
     def input_sharding(self) -> Any:
         """Return a value for `MpDeviceLoader(input_sharding=...)`; see `Plan.input_sharding`.
 
-        Raises: UserError for a plan without a batch.
+        It is one `ShardingSpec` if all inputs have one spec, else a dict of them by input. If a name is no identifier,
+        it is an object that picks by shape. Raises `UserError` for a plan without a batch.
         """
         import torch_xla.distributed.spmd as xs
 
@@ -101,9 +102,10 @@ class TorchPlan:
         return inputs_by_shape(batch, mesh)
 
     def placements(self, model: Any, mesh: Any) -> dict[str, tuple[Any, ...]]:
-        """Return DTensor placements of every parameter of a module on a `DeviceMesh`; see `Plan.placements`.
+        """Return DTensor placements of every parameter of a module on a `DeviceMesh`, by name; see `Plan.placements`.
 
-        Raises: UserError for a mesh other than the plan's.
+        Raises `UserError` if names or sizes of the mesh's axes are not the plan's, and for a parameter that does not
+        fit (`specs`). Raises it also for a spec that DTensor cannot represent.
         """
         sizes = mesh_sizes(mesh)
         if sizes != self.plan.mesh:
@@ -114,7 +116,11 @@ class TorchPlan:
         return {name: placements_of(spec, sizes, name) for name, spec in self.specs(model).items()}
 
     def distribute(self, model: Any, mesh: Any, gather_outputs: bool = False) -> Any:
-        """Distribute a module over a `DeviceMesh` as planned; see `Plan.distribute`."""
+        """Distribute a module over a `DeviceMesh` as planned, in place, and return it; see `Plan.distribute`.
+
+        `gather_outputs` makes outputs whole plain tensors. Raises `UserError` as `placements` does, for missing
+        parameters, and for a module that has DTensors already.
+        """
         places = self.placements(model, mesh)
         self._check_all_there(model)
         from autoshard.exec.dtensor.distributed_module import distribute
@@ -122,7 +128,9 @@ class TorchPlan:
         return distribute(self.plan, model, mesh, places, gather_outputs)
 
     def _check_all_there(self, model: Any) -> None:
-        """Check that a module has all of the plan's parameters and layers. Raises: UserError if one is missing."""
+        """Raise `UserError` unless a module has each of the plan's weights exactly once, a stacked one once for each
+        layer.
+        """
         present = [own_name(name) for name, _ in model.named_parameters()]
         for name in self.plan.arguments:
             if self.plan.is_weight(name):

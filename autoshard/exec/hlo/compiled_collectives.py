@@ -26,6 +26,7 @@ _TRANSFERS: dict[str, Kind] = {
     "REDUCE_SCATTER": "reduce-scatter",
     "ALL_TO_ALL": "all-to-all",
 }
+"""Type of a megascale transfer between slices -> its kind; other types count as collective-permute."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,16 +34,19 @@ class CompiledCollective:
     """One collective of the compiled program, with all its executions in one step."""
 
     kind: Kind
+    """Kind of collective that prices it."""
     axes: tuple[str, ...]
-    """Mesh axes that its groups span, in mesh order; `("other",)` if they span no whole axes."""
+    """Mesh axes that its groups span, wholly or in part, in mesh order; `("other",)` if groups are no grids of axes."""
     wire: dict[str, float]
-    """Bytes that one device sends in one step, by mesh axis."""
+    """Bytes that one device sends in one step, by mesh axis; on average over devices for a permute."""
     size_bytes: int
     """Bytes of one execution, as `cost.Collectives` counts them: gathered result, unreduced input, or local array."""
     count: int
     """Executions in one step: the product of the trips of all enclosing loops."""
     in_loop: bool
+    """True inside a loop's body."""
     asynchronous: bool
+    """True if other ops may run between its start and its end."""
     network: bool
     """True for a transfer between slices (TPU: send and recv through the host)."""
     name: str
@@ -58,9 +62,9 @@ class CompiledCollective:
     line: str = ""
     """`file:line` of the source, if the text has it."""
     members: tuple[int, ...] = ()
-    """Devices of one group, as numbers in the topology."""
+    """Devices of the first of the largest groups, as numbers in the topology; empty for permutes and transfers."""
     pairs: tuple[tuple[int, int], ...] = ()
-    """Pairs of devices of a collective-permute; the first device sends to the second."""
+    """Pairs of devices of a collective-permute, as numbers in the topology; the first device sends to the second."""
 
     @property
     def wire_bytes(self) -> float:
@@ -91,7 +95,10 @@ def read_collectives(text: str | HloModule, mesh: Mesh) -> list[CompiledCollecti
 
 
 def wire_by_axis(found: Iterable[CompiledCollective]) -> dict[str, int]:
-    """Return the bytes that one device sends in one step, by mesh axis."""
+    """Return the rounded bytes that one device sends in one step, by mesh axis in alphabetical order.
+
+    Traffic of no mesh axis is under `OTHER`.
+    """
     totals: dict[str, float] = collections.defaultdict(float)
     for collective in found:
         for axis, size in collective.wire.items():
@@ -100,7 +107,9 @@ def wire_by_axis(found: Iterable[CompiledCollective]) -> dict[str, int]:
 
 
 def count_by_kind(found: Iterable[CompiledCollective]) -> dict[str, int]:
-    """Return the executions in one step, by kind; a combined collective counts once for each array."""
+    """Return the executions in one step, by kind in alphabetical order; a combined collective counts once for each
+    array.
+    """
     counts: dict[str, int] = collections.defaultdict(int)
     for collective in found:
         counts[collective.kind] += collective.count * collective.arrays
@@ -109,11 +118,14 @@ def count_by_kind(found: Iterable[CompiledCollective]) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Place:
-    """Context of an instruction: its executions in one step, and its enclosing loops and ops."""
+    """Context of an instruction: its executions in one step, its enclosing loops, and a named op near it."""
 
     count: int = 1
+    """Executions in one step."""
     in_loop: bool = False
+    """True inside a loop's body."""
     asynchronous: bool = False
+    """True inside an asynchronous op."""
     known: bool = True
     """False if the trip count of an enclosing loop is unknown."""
     near: Instruction | None = None
@@ -121,7 +133,9 @@ class _Place:
 
 
 class Walk:
-    """Walk over the computations of a module that collects its collectives."""
+    """Walk over the computations of a module that collects its collectives; `mesh` is the one that it was compiled
+    for.
+    """
 
     def __init__(self, module: HloModule, mesh: Mesh) -> None:
         self.module = module
@@ -129,17 +143,30 @@ class Walk:
         self.prices = Collectives(mesh)
         self.sizes = tuple(mesh.axes.values())
         self.positions = _first_slice(mesh)
+        """Mesh position of each partition number."""
         self.groups: dict[str, tuple[tuple[str, ...], int, tuple[int, ...]]] = {}
+        """Cache of `group`: text of replica groups -> its result."""
 
     def computation(self, computation: Computation, place: _Place) -> list[CompiledCollective]:
-        """Return the collectives of a computation and of the computations that it calls."""
+        """Return the collectives of a computation and of the computations that it calls, in the order of
+        instructions.
+        """
         collectives: list[CompiledCollective] = []
         for instruction in computation.instructions:
             collectives += self.instruction(computation, instruction, place)
         return collectives
 
     def instruction(self, owner: Computation, op: Instruction, place: _Place) -> list[CompiledCollective]:
-        """Return the collectives of one instruction, including those of computations that it calls."""
+        """Return the collectives of one instruction, including those of computations that it calls; empty for other
+        ops.
+
+        - `owner`: computation of the instruction.
+        - `op`: the instruction.
+        - `place`: context, which loops multiply by their trips and asynchronous ops mark.
+
+        A conditional counts its branch with most bytes on the wire. An asynchronous fusion's later parts and `-done`
+        ops count nothing.
+        """
         base, started = (op.opcode[:-6], True) if op.opcode.endswith("-start") else (op.opcode, False)
         if base in OPCODES:
             if "chain_id=" in op.attributes and not _starts(owner):
@@ -170,7 +197,9 @@ class Walk:
         return []
 
     def called(self, op: Instruction, key: str, place: _Place) -> list[CompiledCollective]:
-        """Return the collectives of the computation that the attribute `key` names."""
+        """Return the collectives of the computation that the attribute `key` of `op` names; empty without such an
+        attribute.
+        """
         return self.called_by_name((op.attribute(key) or "").lstrip("%"), place)
 
     def called_by_name(self, name: str, place: _Place) -> list[CompiledCollective]:
@@ -179,7 +208,11 @@ class Walk:
         return self.computation(inside, place) if inside is not None else []
 
     def collective(self, op: Instruction, kind: Kind, started: bool, place: _Place) -> list[CompiledCollective]:
-        """Return the record of a collective instruction; none for a group of one device."""
+        """Return the record of a collective instruction, in a list; empty for a group of one device.
+
+        - `started`: True for a `-start` op, whose result also holds its operands.
+        - `kind`: kind that prices it; a ragged all-to-all counts with its real share.
+        """
         shapes = op.shapes
         if kind == "collective-permute":
             # A start's result is (operand, result, context ...), and one permute may send several arrays.
@@ -224,21 +257,33 @@ class Walk:
         )
 
     def wire(self, kind: Kind, axes: tuple[str, ...], group: int, size: int) -> dict[str, float]:
-        """Return the bytes that one device sends in one execution, by mesh axis."""
+        """Return the bytes that one device sends in one execution of `size` bytes, by mesh axis.
+
+        A group that fills its axes is priced by `cost.Collectives`. Otherwise the first of `axes` gets a ring's bytes:
+        the share (group - 1) / group of `size`. An all-reduce sends twice that, and a permute all bytes.
+        """
         if OTHER not in axes and math.prod(self.mesh.axes[axis] for axis in axes) == group:
             return {axis: float(b) for axis, b in self.prices.wire_bytes(kind, axes, size).items()}
+        # A ring passes each device the shares of all others, an all-reduce twice: first reduced, then gathered.
         factor = {"all-reduce": 2 * (group - 1) / group, "collective-permute": 1.0}.get(kind, (group - 1) / group)
         return {axes[0]: size * factor}
 
     def scattered(self, collective: CompiledCollective) -> CompiledCollective:
-        """Turn TPU's fused all-reduce and slice into the reduce-scatter that it runs, which sends half the bytes."""
+        """Return TPU's fused all-reduce and slice as the reduce-scatter that it runs, which sends half the bytes.
+
+        Collectives of other kinds are returned unchanged.
+        """
         if collective.kind != "all-reduce":
             return collective
+        # An all-reduce sends the bytes of a reduce-scatter and of a gather, which are equal.
         wire = {axis: size / 2 for axis, size in collective.wire.items()}
         return dataclasses.replace(collective, kind=cast(Kind, "reduce-scatter"), wire=wire)
 
     def permute(self, op: Instruction, size: int, place: _Place) -> list[CompiledCollective]:
-        """Return the record of a collective-permute; none if every device sends to itself."""
+        """Return the record of a collective-permute of `size` bytes, in a list; empty if every device sends to itself.
+
+        Its axes are those along which some pair differs, and its group is the product of their sizes.
+        """
         text = op.attribute("source_target_pairs") or ""
         pairs = [(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", text)]
         moving = [(self.place_of(a), self.place_of(b)) for a, b in pairs if a != b]
@@ -254,7 +299,10 @@ class Walk:
         return [dataclasses.replace(record, pairs=tuple((order[a], order[b]) for a, b in moving))]
 
     def transfer(self, owner: Computation, op: Instruction, place: _Place) -> list[CompiledCollective]:
-        """Return the record of a transfer between slices: a host's send and recv that name a collective."""
+        """Return the record of a transfer between slices, a host's `send` that names a collective, in a list.
+
+        Empty for any other `send`. The axes are those that span slices, and it is asynchronous.
+        """
         if "is_host_transfer=true" not in op.attributes or "megascale" not in op.attributes:
             return []
         wanted = re.search(r'_xla_megascale_transfer_type="(\w+)"', op.attributes)
@@ -268,6 +316,7 @@ class Walk:
         share = 1.0
         if kind == "collective-permute":
             pairs = len(re.findall(r"->", op.attributes))
+            # Every pair has one sender; the average is over all devices.
             share = min(1.0, pairs / len(self.mesh.device_order)) if pairs else 1.0
         record = self.record(op, kind, axes, group, size, share, place)
         return [dataclasses.replace(record, network=True)]
@@ -275,11 +324,14 @@ class Walk:
     # Groups of devices as mesh axes
 
     def place_of(self, partition: int) -> int:
-        """Return the mesh position of a partition number, which counts within the first slice if there are several."""
+        """Return the mesh position of a partition number, which counts within the first slice if there are several.
+
+        A number beyond that slice is returned unchanged.
+        """
         return self.positions[partition] if partition < len(self.positions) else partition
 
     def coords(self, position: int) -> tuple[int, ...]:
-        """Return the coordinates of a mesh position, one for each axis."""
+        """Return the coordinates of a mesh position in row-major order, one for each axis."""
         result: list[int] = []
         for size in reversed(self.sizes):
             position, digit = divmod(position, size)
@@ -287,7 +339,11 @@ class Walk:
         return tuple(result)
 
     def group(self, op: Instruction) -> tuple[tuple[str, ...], int, tuple[int, ...]]:
-        """Return the mesh axes that a collective's groups span, the size of one group, and the devices of the first."""
+        """Return the mesh axes that a collective's groups span, the size of one group, and the devices of the first.
+
+        The size is that of the largest group, and the devices are numbers in the topology. Without `replica_groups` all
+        devices form one group.
+        """
         attribute = re.search(
             r"replica_groups=(mesh\[.*?\](?:, device_ids=\(.*?\))? \{.*?\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|"
             r"\{\{.*?\}\}|\{\})",
@@ -302,7 +358,11 @@ class Walk:
         return self.groups[text]
 
     def axes_of(self, groups: Sequence[Sequence[int]]) -> tuple[tuple[str, ...], int]:
-        """Return the mesh axes that groups of partition numbers span, and the size of one group."""
+        """Return the mesh axes that groups of partition numbers span, wholly or in part, and the size of the largest
+        group.
+
+        The axes are `(OTHER,)` if groups differ or are no grids over axes, and empty for groups of one.
+        """
         size = max((len(group) for group in groups), default=1)
         if size == 1:
             return (), 1
@@ -317,13 +377,17 @@ class Walk:
 
 
 def _names(op: Instruction, key: str) -> list[str]:
-    """Return the names of computations in an attribute."""
+    """Return the names of computations in the attribute `key`; empty without it."""
     return re.findall(r"[\w.\-]+", op.attribute(key) or "")
 
 
 def _named(owner: Computation, op: Instruction) -> Instruction | None:
-    """Return the instruction itself if the source names it, else the nearest named producer or user of its value."""
+    """Return the instruction itself if the source names it, else the nearest named user or producer of its value.
+
+    Searches up to 3 steps away in `owner`, through no parameters and tuples; None if there is none.
+    """
     frontier, seen = [op], {op.name}
+    # The op itself and three steps: a name farther away belongs to other work.
     for _ in range(4):
         for near in frontier:
             if near.op_name:
@@ -352,14 +416,17 @@ def _scatters(fusion: Instruction) -> bool:
 
 
 def _first_slice(mesh: Mesh) -> tuple[int, ...]:
-    """Return the mesh positions in the first slice, in order: the compiler numbers partitions within one slice."""
+    """Return the mesh positions in the first slice, in order: the compiler numbers partitions within one slice.
+
+    All positions are returned for one slice, and for topologies without a torus.
+    """
     if mesh.topology.slices == 1 or not mesh.topology.traits.torus:
         return tuple(range(len(mesh.device_order)))
     return tuple(p for p, device in enumerate(mesh.device_order) if mesh.topology.coords(device)[0] == 0)
 
 
 def _axes_between_slices(mesh: Mesh) -> tuple[str, ...]:
-    """Return the mesh axes that span several slices."""
+    """Return the mesh axes that span several slices; `(OTHER,)` if none does."""
     axes = tuple(
         name
         for name, segments in zip(mesh.names, mesh.layout, strict=True)
@@ -389,7 +456,7 @@ def parse_groups(text: str, devices: int) -> list[list[int]]:
 
 
 def _iota(text: str) -> list[int]:
-    """Expand an iota list: `[2,4]T(1,0)` -> 0, 4, 1, 5, ..."""
+    """Expand an iota list: `[2,4]T(1,0)` -> 0, 4, 1, 5, ...; empty for other text."""
     match = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     if match is None:
         return []
@@ -403,7 +470,7 @@ def _iota(text: str) -> list[int]:
 
 
 def _mesh_groups(text: str, devices: int) -> list[list[int]]:
-    """Parse replica groups along named axes of a mesh."""
+    """Parse replica groups along named axes of a mesh (`parse_groups`); other text gives one group of all devices."""
     match = re.match(r"mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*)\}", text)
     if match is None:
         return [list(range(devices))]

@@ -26,17 +26,21 @@ class FlopCheck:
 
     @property
     def ratio(self) -> float:
-        """Compiled FLOPs over those of the traced program."""
+        """Compiled FLOPs over those of the traced program; 1 if that has none."""
         return self.compiled / self.program if self.program else 1.0
 
     @property
     def model_ratio(self) -> float | None:
-        """Compiled FLOPs over those of the model, None if the model's are unknown."""
+        """Compiled FLOPs over those of the model; None if the model's are unknown or 0."""
         return self.compiled / self.model if self.model else None
 
     @property
     def complaint(self) -> str:
-        """One sentence if the counts differ by more than rematerialisation explains; else empty."""
+        """One sentence if the counts differ by more than `TOLERANCE` and, upwards, rematerialisation explain; else
+        empty.
+
+        Empty too for a traced program without matrix FLOPs.
+        """
         low, high = (1.0 - TOLERANCE) * self.program, (1.0 + TOLERANCE) * self.program + self.remat
         if low <= self.compiled <= high or not self.program:
             return ""
@@ -50,7 +54,10 @@ class FlopCheck:
 
 
 def check_flops(program: Program, estimate: Estimate, devices: int) -> FlopCheck:
-    """Compare the FLOPs of a compiled step on `devices` devices with those of the traced program."""
+    """Compare the matrix FLOPs of a compiled step on `devices` devices with those of the traced program.
+
+    `estimate` has the FLOPs of one device.
+    """
     return FlopCheck(
         program=float(read_graph(program.module).flops),
         compiled=estimate.flops * devices,

@@ -34,6 +34,7 @@ DTYPE_BITS = {
     "token": 0,
     "opaque": 0,
 }
+"""Bits of an element in memory by HLO dtype; dtypes not listed have 8 (`f8...`) or 32."""
 
 
 HOST_SPACE, SCALAR_SPACE = 5, 6
@@ -45,7 +46,9 @@ class Shape:
     """One array: its dtype, its dims, and the memory space and tiles of its layout."""
 
     dtype: str
+    """HLO's name of the dtype."""
     dims: tuple[int, ...]
+    """Sizes of the dims; a bounded dim counts with its bound."""
     space: int = 0
     """Memory space of the layout, 1 for `S(1)`. On TPU 0 is HBM, 1 VMEM, 5 the host's memory, 6 the scalar core's."""
     minor: tuple[int, ...] = ()
@@ -55,12 +58,15 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """Bytes of its elements, without padding."""
+        """Bytes of its elements, without padding, rounded up to whole bytes."""
         return -(-math.prod(self.dims) * self._bits // 8)
 
     @property
     def padded_bytes(self) -> int:
-        """Bytes in memory, with dims padded to whole tiles; reads and writes move the padding as well."""
+        """Bytes in memory, with dims padded to whole tiles; reads and writes move the padding as well.
+
+        Equal to `bytes` without a layout or tile.
+        """
         sizes = list(self.dims)
         for dim, tile in zip(self.minor, self.tile, strict=False):
             sizes[dim] = -(-sizes[dim] // tile) * tile
@@ -68,6 +74,7 @@ class Shape:
 
     @property
     def _bits(self) -> int:
+        """Bits of an element."""
         return DTYPE_BITS.get(self.dtype, 8 if self.dtype.startswith("f8") else 32)
 
 
@@ -76,15 +83,19 @@ class Instruction:
     """One line of a computation."""
 
     name: str
+    """Name without `%`."""
     opcode: str
+    """HLO's opcode, such as `dot` or `all-gather-start`."""
     shapes: tuple[Shape, ...]
     """Arrays of the result, with tuples flattened."""
     operands: tuple[str, ...]
+    """Names of the operands, without `%`; empty for constants and parameters."""
     attributes: str
     """Text after the operands, as printed."""
     literal: str
     """Text between the parentheses, as printed: the value of a constant, the number of a parameter."""
     root: bool
+    """True for the computation's `ROOT`."""
 
     @property
     def bytes(self) -> int:
@@ -103,7 +114,9 @@ class Instruction:
 
     @property
     def called(self) -> tuple[str, ...]:
-        """Names of the computations that this instruction runs."""
+        """Names of the computations that this instruction runs, by kind of attribute: calls, reductions, body,
+        condition, branches.
+        """
         names: list[str] = []
         for key in _CALL_KEYS:
             value = self.attribute(key)
@@ -113,7 +126,9 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """Name in the source, from the metadata; empty if XLA put a name of its own there (`custom-call.48`)."""
+        """Name in the source, from the metadata; empty without one, or if XLA put a name of its own there
+        (`custom-call.48`).
+        """
         match = re.search(r'op_name="([^"]*)"', self.attributes)
         return "" if match is None or re.fullmatch(r"[\w\-]+\.\d+", match[1]) else match[1]
 
@@ -124,6 +139,7 @@ class Instruction:
 
 
 _CALL_KEYS = ("calls", "to_apply", "body", "condition", "branch_computations", "true_computation", "false_computation")
+"""Attributes that name called computations."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +147,7 @@ class Computation:
     """Instructions in printed order (the schedule, if the module says `is_scheduled=true`)."""
 
     name: str
+    """Name without `%`."""
     instructions: tuple[Instruction, ...]
 
     @functools.cached_property
@@ -140,7 +157,7 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
-        """The instruction whose value the computation returns."""
+        """The instruction whose value the computation returns; the last one if none is marked."""
         return next((i for i in self.instructions if i.root), self.instructions[-1])
 
     @functools.cached_property
@@ -163,14 +180,21 @@ class HloModule:
     """All computations of one module."""
 
     computations: dict[str, Computation]
+    """Computations by name, in printed order."""
     entry: str
+    """Name of the entry computation; empty for text without computations."""
     scheduled: bool
+    """True if the text says that instructions are in the order of execution."""
     lines: Mapping[int, str] = dataclasses.field(default_factory=dict)
     """`stack_frame_id` -> `file:line` of the source, from the tables at the head of the text."""
 
 
 def parse_hlo(text: str) -> HloModule:
-    """Parse HLO text as `jax.stages.Compiled.as_text()` prints it."""
+    """Parse HLO text as `jax.stages.Compiled.as_text()` prints it.
+
+    The entry is the computation marked `ENTRY`, else the last. Lines that are no instruction are skipped, and nothing
+    is raised for other text.
+    """
     computations: dict[str, Computation] = {}
     entry = ""
     name: str | None = None
@@ -193,7 +217,7 @@ def parse_hlo(text: str) -> HloModule:
 
 
 def module_name(text: str) -> str:
-    """Return the name at the head of HLO text, as profilers print it."""
+    """Return the name at the head of HLO text, as profilers print it; empty if the text has no such head."""
     match = re.match(r"HloModule ([\w.\-]+)", text)
     return match[1] if match else ""
 
@@ -215,7 +239,9 @@ def _whole_lines(text: str) -> Iterator[str]:
 
 
 def _source_lines(text: str) -> dict[int, str]:
-    """Return `file:line` by stack frame, from the tables at the head of the text."""
+    """Map each stack frame to `file:line`, from the tables at the head of the text; frames without a file name are left
+    out.
+    """
     tables: dict[str, dict[int, str]] = {"FileNames": {}, "FileLocations": {}, "StackFrames": {}}
     current: dict[int, str] | None = None
     for line in text.splitlines():
@@ -243,7 +269,7 @@ def _field(text: str, key: str) -> int:
 
 
 def _parse_line(line: str) -> Instruction | None:
-    """Parse one line of a computation; None if it is no instruction."""
+    """Parse one line of a computation; return None if it is no instruction."""
     head = re.match(r"^\s+(ROOT\s+)?%?([\w.\-]+) = ", line)
     if head is None:
         return None
@@ -261,7 +287,9 @@ def _parse_line(line: str) -> Instruction | None:
 
 
 def _balanced(text: str, start: int, stop: str = ",") -> str:
-    """Return the text from `start` up to `stop` (or an unmatched closing bracket) outside of brackets and quotes."""
+    """Return the text from `start` up to `stop` (or an unmatched closing bracket, or the end) outside of brackets and
+    quotes.
+    """
     depth, quoted, position = 0, False, start
     while position < len(text):
         char = text[position]
@@ -289,7 +317,7 @@ _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([^\]]*)\](\{[^}]*\})?")
 
 @functools.lru_cache(maxsize=65536)
 def _shapes(text: str) -> tuple[Shape, ...]:
-    """Parse all arrays in the text of a type, tuples flattened."""
+    """Parse all arrays in the text of a type, tuples flattened, in order."""
     shapes = []
     for dtype, dims, layout in _ARRAY.findall(text):
         sizes = tuple(int(size.strip("<= ")) for size in dims.split(",") if size.strip())
@@ -300,7 +328,9 @@ def _shapes(text: str) -> tuple[Shape, ...]:
 
 
 def tiling(layout: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return `Shape.minor` and `Shape.tile` of a layout such as `{1,0:T(8,128)(2,1)}`."""
+    """Return `Shape.minor` and `Shape.tile` of a layout such as `{1,0:T(8,128)(2,1)}`: (1, 0) and (128, 8); both empty
+    for other text.
+    """
     match = re.match(r"\{([\d,]*)(?::T\(([\d,]+)\))?", layout)
     if match is None:
         return (), ()

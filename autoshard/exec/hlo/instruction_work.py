@@ -29,22 +29,29 @@ FREE = frozenset(
 """Opcodes of instructions that take no time."""
 
 _VIEWS = frozenset({"bitcast", "reshape", "get-tuple-element", "copy", "convert", "transpose"})
+"""Opcodes of instructions that only move or reinterpret elements of one operand."""
 _NO_ARITHMETIC = (
     _VIEWS | FREE | {"broadcast", "slice", "concatenate", "pad", "iota", "dynamic-slice", "dynamic-update-slice"}
 )
+"""Opcodes without elementwise operations."""
 _UPDATE = {"dynamic-update-slice": 1, "scatter": 2}
 """Opcode that writes in place -> the operand whose values overwrite those of operand 0."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Matmul:
-    """One dot or convolution in the dims of the matrix unit."""
+    """One dot or convolution in the dims of the matrix unit; a batch counts in `flops` only, for dots."""
 
     m: int
+    """Rows of the result, from the left operand."""
     n: int
+    """Columns of the result, from the right operand."""
     k: int
+    """Size of the contracted dims."""
     flops: float
+    """FLOPs of all batches: 2 m n k for each."""
     dtype: str
+    """HLO dtype of the left operand."""
     passes: int
     """Number of bf16 passes that a higher precision of 32-bit floats needs, else 1."""
 
@@ -54,6 +61,7 @@ class InstructionWork:
     """Work of one execution on one device."""
 
     matmuls: tuple[Matmul, ...]
+    """Dots and convolutions, those inside a fusion included."""
     hbm_bytes: int
     """Bytes read from and written to main memory, padding of tiles included, since it moves with the elements."""
     vmem_bytes: int
@@ -61,11 +69,11 @@ class InstructionWork:
     elements: float
     """Elementwise operations of one execution."""
     kernel: Kernel | None = None
-    """The Pallas or cuDNN kernel that does all of the work, if there is one."""
+    """The Pallas or cuDNN kernel that does all of the work, if there is one; the other fields are then 0 or empty."""
 
     @property
     def flops(self) -> float:
-        """Matrix FLOPs of one execution."""
+        """Matrix FLOPs of one execution, those of the kernel included."""
         return sum(matmul.flops for matmul in self.matmuls) + (self.kernel.flops if self.kernel else 0.0)
 
 
@@ -77,7 +85,12 @@ class Reader:
         self._inside: dict[str, tuple[tuple[Matmul, ...], float]] = {}
 
     def work(self, owner: Computation, op: Instruction) -> InstructionWork:
-        """Return the work of an instruction that is no loop, call or collective."""
+        """Return the work of an instruction of `owner` that is no loop, call or collective; zeros for one that takes no
+        time.
+
+        A Pallas or cuDNN kernel has only `kernel`. A fusion has the arithmetic of its computation and the traffic of
+        its operands and results.
+        """
         if op.opcode in FREE or (op.opcode == "custom-call" and is_idle(op)):
             return InstructionWork((), 0, 0, 0.0)
         if op.opcode == "custom-call":
@@ -91,7 +104,11 @@ class Reader:
     # Arithmetic
 
     def _arithmetic(self, owner: Computation, op: Instruction) -> tuple[tuple[Matmul, ...], float]:
-        """Return the matmuls and the number of elementwise operations of an instruction."""
+        """Return the matmuls and the number of elementwise operations of an instruction.
+
+        Reductions, scatters and sorts count the elements of their first operand, and data movement counts none. Other
+        ops count the elements of their first result. Fusions and calls sum up their computation.
+        """
         if op.opcode in ("fusion", "call"):
             return self._inner_arithmetic(_called(op))
         if op.opcode in ("dot", "convolution"):
@@ -107,7 +124,9 @@ class Reader:
         return (), float(math.prod(op.shapes[0].dims))
 
     def _inner_arithmetic(self, name: str) -> tuple[tuple[Matmul, ...], float]:
-        """Return the matmuls and elementwise operations of a called computation, cached by its name."""
+        """Return the matmuls and elementwise operations of a called computation, cached by its name; none if it does
+        not exist.
+        """
         if name not in self._inside:
             computation = self.module.computations.get(name)
             matmuls: list[Matmul] = []
@@ -122,10 +141,16 @@ class Reader:
     # Traffic
 
     def _traffic(self, owner: Computation, op: Instruction) -> tuple[int, int]:
-        """Return the bytes that an instruction moves in main memory, and in other memory spaces."""
+        """Return the padded bytes that an instruction moves in main memory, and in other memory spaces.
+
+        Slices and gathers read only their result, in-place updates only write the update, and broadcasts read nothing.
+        Other operands are read whole, those of a fusion as `_read` finds. The space is that of the operand's or
+        result's first array.
+        """
         moved = [0, 0]
 
         def count(shape: Shape, size: int) -> None:
+            """Add `size` bytes to the memory of a shape: main memory for space 0, else the others."""
             moved[0 if shape.space == 0 else 1] += size
 
         inside = self.module.computations.get(_called(op)) if op.opcode == "fusion" else None
@@ -157,14 +182,22 @@ class Reader:
         return moved[0], moved[1]
 
     def _read(self, computation: Computation, number: int, whole: int) -> int:
-        """Return the bytes that a fused computation reads of one parameter: only its slices if nothing else is used."""
+        """Return the bytes that a fused computation reads of parameter `number`: only its slices if nothing else is
+        used.
+
+        `whole` has the parameter's bytes, the result's upper limit and its value for an unknown parameter.
+        """
         parameter = computation.parameters.get(number)
         if parameter is None:
             return whole
         return min(whole, self._used(computation, parameter.name, whole, 0))
 
     def _used(self, computation: Computation, name: str, whole: int, depth: int) -> int:
-        """Return the bytes of a value that its users read, at most `whole`."""
+        """Return the bytes of the value `name` that its users in a computation read, at most `whole`.
+
+        Slices and gathers count their results; in-place targets and returned values count nothing. Reshapes and nested
+        fusions are followed to `depth` 20. Any other user reads the whole.
+        """
         total = 0
         for user in computation.users.get(name, ()):
             first = bool(user.operands) and user.operands[0] == name
@@ -190,7 +223,10 @@ class Reader:
         return total
 
     def _written(self, computation: Computation, shapes: tuple[Shape, ...]) -> list[int]:
-        """Return the bytes that a fused computation writes of each result: only the update if it writes in place."""
+        """Return the bytes that a fused computation writes of each result: only the update if it writes in place.
+
+        `shapes` are the fusion's results. If they do not match the root's elements, each is written whole.
+        """
         root = computation.root
         roots = [computation.by_name.get(name) for name in root.operands] if root.opcode == "tuple" else [root]
         if len(roots) != len(shapes):
@@ -201,7 +237,10 @@ class Reader:
         ]
 
     def _update(self, computation: Computation, op: Instruction) -> int:
-        """Return the bytes written for a result of a fused computation: only its updates if a parameter stores it."""
+        """Return the bytes written for a result `op` of a fused computation: only its updates if a parameter stores it.
+
+        A returned parameter writes 0 bytes, and any other value is written whole.
+        """
         while op.opcode in ("bitcast", "reshape") and op.operands[0] in computation.by_name:
             op = computation.by_name[op.operands[0]]
         if op.opcode in ("dynamic-update-slice", "scatter") and len(op.shapes) == 1:
@@ -219,7 +258,7 @@ class Reader:
 
 
 def _hands_on(computation: Computation, number: int) -> bool:
-    """Return True if a fused computation returns one of its parameters, perhaps reshaped."""
+    """Return True if a fused computation returns parameter `number` as its only result, perhaps reshaped."""
     op: Instruction | None = computation.root
     while op is not None and op.opcode in ("bitcast", "reshape"):
         op = computation.by_name.get(op.operands[0])
@@ -232,7 +271,10 @@ def _called(op: Instruction) -> str:
 
 
 def _library_call(owner: Computation, op: Instruction) -> Matmul | None:
-    """Return the matmul of a call to cuBLAS, or of a convolution of cuDNN; None for any other call."""
+    """Return the matmul of a call to cuBLAS, or of a convolution of cuDNN; None for any other call.
+
+    None too if the shapes of two operands are unknown. A triangular solve counts as a product with the whole matrix.
+    """
     target = re.search(r'custom_call_target="__(cublas|cudnn\$conv)([$\w]*)"', op.attributes)
     sides = [owner.by_name[name].shapes[0] for name in op.operands[:2] if name in owner.by_name]
     if target is None or len(sides) < 2 or not op.shapes:
@@ -258,9 +300,12 @@ def _library_call(owner: Computation, op: Instruction) -> Matmul | None:
 
 
 def _matmul(owner: Computation, op: Instruction) -> Matmul:
-    """Return the matmul of a dot or a convolution."""
+    """Return the matmul of a dot or a convolution; 32 and 64-bit floats need 3 passes at precision high and 6 at
+    highest.
+    """
     left, right = (owner.by_name[name].shapes[0] for name in op.operands[:2])
     precision = op.attribute("operand_precision") or ""
+    # The matrix unit multiplies bf16: parts of the floats are multiplied in three or six combinations.
     passes = 6 if "highest" in precision else 3 if "high" in precision else 1
     if left.dtype not in ("f32", "f64"):
         passes = 1
@@ -271,7 +316,11 @@ def _matmul(owner: Computation, op: Instruction) -> Matmul:
 
 
 def _product(left: Shape, right: Shape, contracting: list[int], batches: list[int], passes: int) -> Matmul:
-    """Return the matmul of a product of two arrays, given the contracting and batch dims of the left one."""
+    """Return the matmul of a product of two arrays.
+
+    - `contracting`, `batches`: contracting and batch dims of the left array; the right one has dims of the same sizes.
+    - `passes`: as in `Matmul`.
+    """
     contracted, batch = (math.prod(left.dims[d] for d in dims) for dims in (contracting, batches))
     m = math.prod(left.dims) // max(1, contracted * batch)
     n = math.prod(right.dims) // max(1, contracted * batch)
@@ -279,12 +328,14 @@ def _product(left: Shape, right: Shape, contracting: list[int], batches: list[in
 
 
 def _numbers(text: str | None) -> list[int]:
-    """Return the whole numbers in a text."""
+    """Return the whole numbers in a text, in order; empty for None."""
     return [int(number) for number in re.findall(r"\d+", text or "")]
 
 
 def _convolution(op: Instruction, left: Shape, right: Shape, result: Shape, passes: int) -> Matmul:
-    """Return a convolution as a matmul, with FLOPs as XLA counts them.
+    """Return a convolution as a matmul, with FLOPs as XLA counts them; 0 FLOPs without `dim_labels`.
+
+    `left`, `right` and `result` are the images, the kernel and the output of the forward convolution.
 
     Only pairs of a kernel element and an input element count. TPU programs express batched matmuls as convolutions with
     a dilated or strided window, so that each batch is multiplied with itself only. The whole window would overcount by
@@ -309,6 +360,8 @@ def _convolution(op: Instruction, left: Shape, right: Shape, result: Shape, pass
     features = result.dims[outputs.index("f")]
     k = right.dims[kernel.index("i")]
     groups = int(op.attribute("batch_group_count") or 1)
+    # One multiplication and one addition for each pair, example, output feature and input feature. Groups share out the
+    # examples.
     flops = 2.0 * meetings * batch * features * k / groups
     places = math.prod(result.dims[outputs.index(label)] for label in spatial)
     # The contracted part of the window counts to k; the part that stands for a batch counts to no dim.
@@ -318,10 +371,13 @@ def _convolution(op: Instruction, left: Shape, right: Shape, result: Shape, pass
 
 
 _WINDOW = (("stride", 1), ("pad", 0), ("lhs_dilate", 1), ("rhs_dilate", 1))
+"""Field of a convolution's window, with its default."""
 
 
 def _window(text: str) -> dict[str, list[int]]:
-    """Parse the window of a convolution: one number for each spatial dim."""
+    """Parse the window of a convolution: one number for each spatial dim, the low one of a padding; empty lists for
+    fields left out.
+    """
     window: dict[str, list[int]] = {"stride": [], "pad": [], "lhs_dilate": [], "rhs_dilate": []}
     for key, value in re.findall(r"(\w+)=([\d_x\-]+)", text):
         if key in window:
@@ -331,7 +387,12 @@ def _window(text: str) -> dict[str, list[int]]:
 
 @functools.lru_cache(maxsize=4096)
 def _meetings(size: int, kernel: int, out: int, stride: int, pad: int, lhs_dilate: int, rhs_dilate: int) -> int:
-    """Count the pairs (output place, kernel element) that read an input element, along one spatial dim."""
+    """Count the pairs (output place, kernel element) that read an input element, along one spatial dim.
+
+    - `size`, `kernel`, `out`: elements of input, kernel and output.
+    - `stride`, `pad`: stride of the window, and padding before the input.
+    - `lhs_dilate`, `rhs_dilate`: spacing of input elements and of kernel elements.
+    """
     import numpy as np
 
     if kernel == 1 and pad == 0 and lhs_dilate == 1:

@@ -12,7 +12,8 @@ def group_segments(topology: Topology, members: Sequence[int]) -> tuple[Segment,
     """Return the physical axes that the devices of one group span; None if the devices form no box.
 
     `members` are numbers in the topology. A group is a box if it contains every combination of its devices'
-    coordinates, evenly spaced. A span of a whole ring is a ring, a span of a part of it a line.
+    coordinates, evenly spaced. A span of a whole ring is a ring, a span of a part of it a line. One device spans no
+    axis.
     """
     axes = topology.physical_axes
     places = [_place(topology, device) for device in members]
@@ -41,16 +42,19 @@ def _place(topology: Topology, device: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Route:
-    """Prices of a group's collectives, and the physical axes that they occupy, each direction apart (`x+`, `x-`)."""
+    """Prices of a group's collectives, and the links that they occupy."""
 
     prices: Collectives
+    """Prices over a mesh with the single axis `group`."""
     group: int
+    """Number of devices in the group."""
     links: frozenset[str]
+    """Torus axes, each direction apart (`x+`, `x-`), and kinds of other axes (`die`, `network`)."""
 
 
 @functools.lru_cache(maxsize=4096)
 def route(topology: Topology, calibration: Calibration, segments: tuple[Segment, ...]) -> Route:
-    """Return the prices of collectives over one group that spans these physical axes."""
+    """Return the prices of collectives over one group that spans these physical axes, which form its mesh; cached."""
     group = math.prod(s.size for s in segments)
     mesh = Mesh(topology, ("group",), (group,), (segments,), tuple(range(group)))
     links = {s.kind for s in segments if s.kind != "torus"}
@@ -61,11 +65,12 @@ def route(topology: Topology, calibration: Calibration, segments: tuple[Segment,
 def permute_seconds(
     topology: Topology, calibration: Calibration, pairs: Sequence[tuple[int, int]], size: int
 ) -> tuple[float, frozenset[str]]:
-    """Return the seconds of a collective-permute, and the links that it occupies.
+    """Return the seconds of a collective-permute, and the links that it occupies (as in `Route`).
 
     Every pair sends along x, then y, then z, the short way round a ring; the link that most pairs cross binds. Links
     carry both directions at once. The direction of an axis with most hops is occupied (`x+`), so that the two halves of
-    a shift in both directions overlap.
+    a shift in both directions overlap. Times on the torus, between the devices of a chip and on the network add up,
+    after the launch. Without a pair of different devices the result is 0 and no links.
 
     - `pairs`: source and target of each transfer, as numbers in the topology.
     - `size`: bytes that each source sends.
@@ -87,6 +92,7 @@ def permute_seconds(
                 here[number] = there[number]
                 continue
             used.add(axis.name)
+            # The other way round the ring is shorter.
             if axis.wrap and abs(delta) > axis.size / 2:
                 delta -= int(math.copysign(axis.size, delta))
             step = 1 if delta > 0 else -1
@@ -109,6 +115,7 @@ def permute_seconds(
         seconds += size / (chip.die_link_oneway_bytes_per_s * calibration.link_efficiency)
     if "network" in used:
         rate = chip.network_bytes_per_s_per_chip * calibration.network_efficiency / topology.devices_per_chip
+        # All slices send at once, and each further slice slows the network down.
         rate /= 1.0 + calibration.network_contention * (topology.slices - 1)
         seconds += max(calibration.network_latency_s, size / rate)
     torus = {f"{axis}{'+' if hops >= 0 else '-'}" for axis, hops in net_hops.items()}

@@ -62,9 +62,13 @@ class Estimate:
     """Estimated times of one step of a compiled program; seconds on one device."""
 
     step_time_s: float
+    """Seconds of one step: own work and waits."""
     compute_s: float
+    """Seconds of the device's own work, overheads included."""
     exposed_comm_s: float
+    """Seconds that the device waits for transfers between devices."""
     hidden_comm_s: float
+    """Seconds of such transfers less those that it waits for, at least 0."""
     copy_s: float
     """Seconds of waits for copies between memories."""
     flops: float
@@ -72,17 +76,19 @@ class Estimate:
     remat_flops: float
     """Matrix FLOPs that the compiler's own rematerialisation added."""
     by_kind: dict[str, float]
-    """Seconds by kind of time: matmul, kernel, memory, vector, overhead, and the kinds of collectives."""
+    """Seconds that count to the step, by kind of time: matmul, kernel, memory, vector, overhead, copy, and the kinds of
+    collectives.
+    """
     traffic: dict[tuple[str, bool], Traffic]
     """Seconds of communication, total and exposed, by kind of collective and a flag for transfers between slices."""
     unknown_trips: int
     """Number of loops without a trip count in the text; they count as one trip."""
     spans: tuple[Busy, ...]
-    """The step's timeline; all trips of a loop are one span."""
+    """The step's timeline without spans below `SHORTEST` of it; all trips of a loop are one span."""
 
     @property
     def hidden(self) -> dict[str, float]:
-        """Hidden share of each class of communication (`cost.traffic_class`)."""
+        """Hidden share, from 0 to 1, of each class of communication (`cost.traffic_class`)."""
         classes: dict[str, tuple[float, float]] = {}
         for (kind, far), seconds in self.traffic.items():
             name = traffic_class(kind, far)
@@ -109,9 +115,10 @@ def estimate(
 ) -> Estimate:
     """Estimate one step of scheduled HLO that was compiled for `mesh`.
 
-    `layers` are the compiled and the real number of repeated layers, if fewer were compiled: (8, 32) for 8 of 32.
-    Outermost loops of 8 trips then run 24 times more, as do loops of up to two fewer, from which the compiler peeled
-    layers.
+    - `text`: HLO text, or the parsed module.
+    - `calibration`: efficiencies of the chip; None for the topology's own.
+    - `layers`: compiled and real number of repeated layers, if fewer were compiled: (8, 32) for 8 of 32. Outermost
+      loops of 8 trips then run 24 times more, as do loops of up to two fewer, from which the compiler peeled layers.
     """
     module = parse_hlo(text) if isinstance(text, str) else text
     clock = _Simulator(module, mesh, calibration, layers or (0, 0)).run(module.computations[module.entry])
@@ -136,7 +143,7 @@ def decided(a: float, b: float, error: float) -> bool:
 
 
 def pair_error(a: Mapping[str, float], b: Mapping[str, float], longer_s: float) -> float:
-    """Return the share of the longer of two estimated steps by which their difference may be wrong.
+    """Return the share of the longer of two estimated steps by which their difference may be wrong, at most 1.
 
     It is the error on pairs of plans of one model, plus the difference in time that no published run tests.
 
@@ -158,11 +165,14 @@ class _Simulator:
         self.walk = Walk(module, mesh)
         self.compute = Compute(mesh.topology, calibration)
         self.routes: dict[tuple[object, ...], tuple[float, frozenset[str]]] = {}
+        """Cache of `cost`."""
         self.cache: dict[str, Clock] = {}
+        """Name of a computation -> its clock."""
 
     def run(self, computation: Computation) -> Clock:
-        """Walk a computation from time 0, wait for its pending transfers, and return its clock. Clocks are cached by
-        the computation's name.
+        """Walk a computation from time 0, wait for its pending transfers, and return its clock.
+
+        Clocks are cached by the computation's name, so callers must not change them.
         """
         if computation.name not in self.cache:
             clock = Clock()
@@ -173,9 +183,10 @@ class _Simulator:
         return self.cache[computation.name]
 
     def step(self, clock: Clock, owner: Computation, op: Instruction) -> None:
-        """Move the clock past one instruction.
+        """Move the clock past one instruction of `owner`.
 
-        A conditional counts as its slowest branch. A send starts a transfer, for which its recv-done waits.
+        A conditional counts as its slowest branch. A send starts a transfer, for which its recv-done waits. A `-done`
+        waits for its start. Free instructions, `recv`, `send-done` and `-update` take no time.
         """
         if op.opcode in FREE and op.opcode != "copy-done":
             return
@@ -204,7 +215,10 @@ class _Simulator:
             self.plain(clock, owner, op)
 
     def loop(self, clock: Clock, owner: Computation, op: Instruction) -> None:
-        """Move the clock past all trips of a loop."""
+        """Move the clock past all trips of a loop; one trip if their number is unknown, which the clock counts.
+
+        Loops of the entry computation run more often if fewer layers were compiled (`estimate`).
+        """
         body = self.module.computations.get((op.attribute("body") or "").lstrip("%"))
         if body is None:
             return
@@ -212,12 +226,15 @@ class _Simulator:
         clock.unknown_trips += trips is None
         if trips is not None and owner.name == self.module.entry:
             compiled, real = self.layers
+            # The layers that were left out run as further trips of the loop over layers.
             trips += real - compiled if compiled - 2 <= trips <= compiled else 0
         clock.add(self.run(body), 1 if trips is None else trips)
 
     def plain(self, clock: Clock, owner: Computation, op: Instruction) -> None:
-        """Run compute or a synchronous collective, or start an asynchronous op. The end of an asynchronous collective
-        fusion waits for that collective.
+        """Run compute or a synchronous collective, or start an asynchronous op.
+
+        The end of an asynchronous collective fusion waits for that collective. Asynchronous ops are collectives,
+        transfers with the host, copies on the chip, and sparse-core ops, which occupy no link.
         """
         chain = self.chain(op)
         if chain is not None and chain[0] == "done":
@@ -247,8 +264,9 @@ class _Simulator:
         self.roofline(clock, op, self.reader.work(owner, op))
 
     def copy(self, clock: Clock, op: Instruction) -> None:
-        """Start an asynchronous copy between main and on-chip memory. Such copies queue behind each other, at the speed
-        of main memory.
+        """Start an asynchronous copy of the first result's array between main and on-chip memory.
+
+        Such copies queue behind each other, at the speed of main memory.
         """
         seconds = float(self.compute.memory_seconds(op.shapes[0].padded_bytes))
         clock.transfer(seconds, ("copies",), _title(op), op.name, "copy")
@@ -257,7 +275,7 @@ class _Simulator:
         """Count an instruction's FLOPs, and move the clock by the longest of its matrix, memory and vector time.
 
         The fixed overhead is added, except for scalar ops and kernels. A kernel call takes only the seconds of
-        `kernel`.
+        `kernel`, and an instruction without any work no time.
         """
         clock.flops += work.flops
         clock.remat_flops += work.flops if ".remat" in op.name else 0.0
@@ -277,15 +295,16 @@ class _Simulator:
             clock.work(self.compute.calibration.op_overhead_s, "overhead", "overhead")
 
     def matrix(self, work: InstructionWork) -> float:
-        """Return the seconds of a fusion's matmuls without the launch overhead.
+        """Return the seconds of a fusion's matmuls without the launch overhead; 0 without matmuls.
 
         The seconds include the fusion's memory traffic, the repeated reads of blocks, and further passes over the
-        matrix unit.
+        matrix unit. Traffic is shared out among the matmuls by FLOPs.
         """
         total = sum(x.flops for x in work.matmuls)
         seconds = 0.0
         for x in work.matmuls:
             if x.flops:
+                # FLOPs beyond one product of m, n and k are those of a batch of products.
                 batch, share = x.flops / (2.0 * x.m * x.n * x.k), x.flops / total
                 # Traffic beyond operands and result belongs to the fusion's other ops, which read and write once.
                 own = 2.0 * batch * (x.m * x.k + x.k * x.n + x.m * x.n)
@@ -297,7 +316,10 @@ class _Simulator:
         return seconds
 
     def kernel(self, kernel: Kernel) -> float:
-        """Return the seconds of a kernel call."""
+        """Return the seconds of a kernel call: a roofline of FLOPs and traffic.
+
+        An attention kernel has the matrix unit's efficiency at its head dim, and a fixed time for each block of scores.
+        """
         if not kernel.head:
             return float(self.compute.op_seconds(kernel.flops, kernel.traffic))
         passes = kernel.score_passes
@@ -307,14 +329,19 @@ class _Simulator:
     # Collectives
 
     def cost(self, collective: CompiledCollective) -> tuple[float, frozenset[str]]:
-        """Return the seconds of one execution of a collective, and the physical axes that it occupies; cached."""
+        """Return the seconds of one execution of a collective, and the links that it occupies (`Route.links`);
+        cached.
+        """
         key = (collective.kind, collective.size_bytes, collective.members, collective.pairs, collective.network)
         if key not in self.routes:
             self.routes[key] = self.priced(collective)
         return self.routes[key]
 
     def priced(self, collective: CompiledCollective) -> tuple[float, frozenset[str]]:
-        """Price one execution of a collective on the links of its group."""
+        """Price one execution of a collective on the links of its group; return the seconds and the links.
+
+        A transfer between slices is priced on the network, with at least two slices. A permute is priced by its pairs.
+        """
         topology, calibration = self.mesh.topology, self.compute.calibration
         size = collective.size_bytes
         if collective.network:
@@ -334,12 +361,15 @@ class _Simulator:
         clock.wait(self.begin(clock, collective, ""), collective.kind, collective.network)
 
     def begin(self, clock: Clock, collective: CompiledCollective, key: str) -> float:
-        """Start a collective; return the time at which it ends."""
+        """Start a collective, named `key` for its end; return the time at which it ends."""
         seconds, links = self.cost(collective)
         return clock.transfer(seconds, links, _named(collective), key, collective.kind, collective.network)
 
     def origin(self, owner: Computation, op: Instruction) -> str:
-        """Return the name of the start that a done belongs to, through updates and tuple elements."""
+        """Return the name of the start that a done belongs to, through updates and tuple elements.
+
+        Without a start it is the name of the last producer found, or empty.
+        """
         source = owner.by_name.get(op.operands[0]) if op.operands else None
         while source is not None and not source.opcode.endswith("-start"):
             if not source.operands:
@@ -348,7 +378,10 @@ class _Simulator:
         return source.name if source is not None else ""
 
     def chain(self, op: Instruction) -> tuple[str, str] | None:
-        """Return part ("start", "during", "done") and key of one of TPU's asynchronous collective fusions, or None."""
+        """Return part ("start", "during", "done") and key of one of TPU's asynchronous collective fusions.
+
+        Returns None for any other instruction. The key is equal for the parts of one fusion chain.
+        """
         if op.opcode != "fusion":
             return None
         inside = self.module.computations.get((op.attribute("calls") or "").lstrip("%"))
@@ -378,7 +411,7 @@ def _is_scalar(op: Instruction) -> bool:
 
 
 def _title(op: Instruction) -> str:
-    """Return the title of an instruction's span."""
+    """Return the title of an instruction's span: its name in the source, else its own."""
     return op.op_name or op.name
 
 
@@ -388,13 +421,15 @@ def _named(collective: CompiledCollective) -> str:
 
 
 def _may_communicate(op: Instruction) -> bool:
-    """Return True if an instruction may contain a collective."""
+    """Return True if an instruction may contain a collective, by its opcode."""
     base = op.opcode.removesuffix("-start")
     return op.opcode in ("fusion", "async-start", "custom-call") or base in OPCODES
 
 
 def _rendezvous(owner: Computation, op: Instruction) -> str:
-    """Return the key that a send and its recv-done share."""
+    """Return the key that a send and its recv-done share: the rendezvous in the attributes, else the instruction's
+    name.
+    """
     if op.opcode.endswith("-done") and op.operands and op.operands[0] in owner.by_name:
         op = owner.by_name[op.operands[0]]
     rendezvous = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', op.attributes)

@@ -13,12 +13,15 @@ _IDLE = frozenset({"AllocateBuffer", "AssumeGatherIndicesInBound", "Sharding", "
 """Targets of calls that only reserve memory or carry annotations for the compiler."""
 
 _ATTENTION = re.compile(r"flash_attention|splash_m[hq]a")
+"""Names of jax's attention kernels for TPUs."""
 
 _CUDNN = "__cudnn$fmhaSoftmax"
+"""Beginning of the targets of cuDNN's attention."""
 
 _HEADS_AT_2 = re.compile(
     r'"bmm1(?:_grad_gemm1)?_dot_dimension_numbers":\s*\{[^}]*"rhs_batch_dimensions":\s*\["0",\s*"2"\]'
 )
+"""Dim numbers of a first matmul whose heads are dim 2 of its right operand."""
 
 _FLOPS = {"fwd": 4, "dkv": 8, "dq": 6}
 """FLOPs of jax's attention kernels for each pair of positions and head channel: two matmuls, four, three."""
@@ -31,22 +34,24 @@ class Kernel:
     """One call of a kernel on one device."""
 
     name: str
+    """Name of the scope around the call, or of the instruction."""
     flops: float
+    """Matrix FLOPs of one call."""
     traffic: float
     """Bytes read from and written to main memory."""
     head: int = 0
     """The head dim over which an attention kernel multiplies; 0 for any other kernel."""
     steps: float = 0.0
-    """Number of blocks of scores that an attention kernel computes."""
+    """Number of blocks of scores that an attention kernel computes; 0 for other kernels and for cuDNN."""
 
     @property
     def score_passes(self) -> float:
-        """Number of scores of an attention kernel times the matmuls over them."""
+        """Number of scores of an attention kernel times the matmuls over them; 0 for any other kernel."""
         return self.flops / (2.0 * self.head) if self.head else 0.0
 
 
 def is_idle(op: Instruction) -> bool:
-    """Return True if a custom call takes no time."""
+    """Return True if a custom call takes no time, by its target."""
     target = re.search(r'custom_call_target="([^"]*)"', op.attributes)
     return target is not None and target[1] in _IDLE
 
@@ -54,7 +59,8 @@ def is_idle(op: Instruction) -> bool:
 def read_kernel(owner: Computation, op: Instruction) -> Kernel | None:
     """Return the kernel of a custom call; None if the call is no Pallas kernel and no attention of cuDNN.
 
-    FLOPs and traffic are the kernel's own figures (`cost_estimate`), else those of its operands.
+    FLOPs and traffic are the kernel's own figures (`cost_estimate`). Without FLOPs an attention kernel has those of all
+    pairs of positions, and another kernel none. Without traffic it is that of operands and results.
     """
     if _CUDNN in op.attributes:
         return _cudnn(owner, op)
@@ -79,6 +85,7 @@ def _cudnn(owner: Computation, op: Instruction) -> Kernel | None:
     """Return cuDNN's attention: two matmuls over the scores forward, five backward; a causal mask omits half of them.
 
     Heads are dim 1 or 2 of queries and keys, as the dim numbers of the first matmul show; positions are the other dim.
+    Returns None if queries or keys are unknown or have no four dims.
     """
     shapes = [owner.by_name[o].shapes[0] for o in op.operands[:2] if o in owner.by_name and owner.by_name[o].shapes]
     if len(shapes) < 2 or any(len(shape.dims) != 4 for shape in shapes):
@@ -95,10 +102,16 @@ def _cudnn(owner: Computation, op: Instruction) -> Kernel | None:
 def _block(operands: Sequence[Shape], queries: Shape, keys: int, scores: float) -> tuple[int, int]:
     """Return the queries and keys of a block of scores.
 
+    - `operands`: arrays of the call.
+    - `queries`: array of queries, with positions as its last dim but one.
+    - `keys`: number of key positions.
+    - `scores`: number of scores that the call computes.
+
     Splash attention's tables `[heads, rows, columns]` have one entry for each block. A window leaves fewer rows or
     columns than there are blocks, and then nearly every entry is computed. Sides are therefore too long if less than
     half of the entries would be computed, or if they are no multiple of a register's lanes. Then the smaller side
-    counts for both. Without a mask that omits blocks, at least half of them are computed.
+    counts for both. Without a mask that omits blocks, at least half of them are computed. Without tables both sides are
+    `_BLOCK`, and no side exceeds its positions.
     """
     length = queries.dims[-2]
     for shape in operands:
@@ -114,7 +127,9 @@ def _block(operands: Sequence[Shape], queries: Shape, keys: int, scores: float) 
 
 
 def _flops_of(name: str) -> int:
-    """Return the FLOPs of a kernel for each pair of positions and head channel, by its name."""
+    """Return the FLOPs of an attention kernel for each pair of positions and head channel, by its name; 4 for an
+    unknown name.
+    """
     return next((n for key, n in _FLOPS.items() if key in name), 4)
 
 

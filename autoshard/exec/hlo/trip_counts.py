@@ -6,7 +6,10 @@ from autoshard.exec.hlo.hlo_text import Computation, HloModule, Instruction
 
 
 def trip_count(module: HloModule, loop: Instruction) -> int | None:
-    """Return the trip count of a while loop, or None if the text does not determine it."""
+    """Return the trip count of a while loop of a module, or None if the text does not determine it.
+
+    The compiler's own `known_trip_count` has priority, then a counting loop (`_counted`).
+    """
     known = re.search(r'"known_trip_count":\{"n":"?(\d+)"?', loop.attributes)
     if known:
         return int(known[1])
@@ -15,11 +18,12 @@ def trip_count(module: HloModule, loop: Instruction) -> int | None:
 
 
 def _counted(module: HloModule, owner: Computation, loop: Instruction) -> int | None:
-    """Return the trip count of a counting loop, or None for any other loop.
+    """Return the trip count of a counting loop of computation `owner`, or None for any other loop.
 
     Such a loop compares `carried[k]` with a limit in its condition, and adds a constant to it in its body. The start
     value is constant. The limit is a constant, or a carried element with a constant start value that the body passes
-    on. The constant must move `carried[k]` towards the limit, and the comparison must be an order or `NE`.
+    on. The constant must move `carried[k]` towards the limit, and the comparison must be an order or `NE`. The count is
+    the distance over the step's size, rounded up; 0 if the condition fails at the start.
     """
     condition = module.computations.get((loop.attribute("condition") or "").lstrip("%"))
     body = module.computations.get((loop.attribute("body") or "").lstrip("%"))
@@ -74,7 +78,7 @@ def _tuple_elements(computation: Computation, name: str) -> tuple[str, ...] | No
 
 
 def _constant_of(module: HloModule, computation: Computation, name: str) -> int | None:
-    """Return the value of a constant integer scalar; None for any other value."""
+    """Return the value of a constant integer scalar, seen through copies and fusions; None for any other value."""
     value = _affine(module, computation, name, {})
     return value[1] if value is not None and value[0] is None else None
 
@@ -86,7 +90,8 @@ _Affine = tuple[int | None, int]
 def _affine(module: HloModule, computation: Computation, name: str, bound: dict[int, _Affine | None]) -> _Affine | None:
     """Return an integer scalar as carried element plus offset, seen through copies and fusions; None if it is neither.
 
-    `bound` has the values of the computation's parameters.
+    Sums and differences of such a value and constants are followed too. An element of any tuple parameter counts as
+    carried. `bound` has the values of the computation's parameters by number.
     """
     instruction = computation.by_name.get(name)
     if instruction is None:
@@ -122,7 +127,12 @@ def _affine(module: HloModule, computation: Computation, name: str, bound: dict[
 def _through_fusion(
     module: HloModule, outside: Computation, fusion: Instruction, index: int | None, bound: dict[int, _Affine | None]
 ) -> _Affine | None:
-    """Return a fusion's result as carried element plus offset; `index` picks an element of a tuple result."""
+    """Return a fusion's result as carried element plus offset; None if it is neither.
+
+    - `outside`: computation of the fusion.
+    - `index`: element of a tuple result; None for a result that is no tuple.
+    - `bound`: values of the parameters of `outside` by number.
+    """
     inside = module.computations.get((fusion.attribute("calls") or "").lstrip("%"))
     if inside is None:
         return None
@@ -136,7 +146,11 @@ def _through_fusion(
 
 
 def _comparison(module: HloModule, condition: Computation) -> tuple[str, tuple[str, int], tuple[str, int]] | None:
-    """Return direction and both sides of a condition's comparison, each ("carried", k) or ("constant", value)."""
+    """Return direction and both sides of a condition's comparison, each ("carried", k) or ("constant", value).
+
+    Returns None if the condition is no comparison, or if a side is neither of these. The direction is `LT`, `LE`, `GT`,
+    `GE`, `EQ` or `NE`.
+    """
     root, computation, bound = condition.root, condition, dict[int, _Affine | None]()
     while root.opcode in ("fusion", "copy", "bitcast", "call"):
         if root.opcode in ("copy", "bitcast"):

@@ -17,12 +17,14 @@ PADDING_SHARE = 0.12
 """Share by which a collective may exceed its prediction: reduce-scatters of tiled dims are padded by 3 to 10 %."""
 
 SUMMED_WHOLE = "the plan has a reduce-scatter here; the compiler sums everything and takes a slice"
+"""Note on an all-reduce where the plan has a reduce-scatter."""
 
 _PERMUTE = "collective-permute"
 _LAST = {_PERMUTE: 1, "all-reduce": 2}
 """Kinds that are matched to the prediction last: permutes may belong to any kind, and no plan wants whole sums."""
 
 _REDUCING = frozenset({"all-reduce", "reduce-scatter"})
+"""Kinds of collectives that sum."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,14 +32,17 @@ class Unforeseen:
     """Communication in the compiled program that the plan did not predict."""
 
     kind: str
+    """Kind of the compiled collective."""
     axes: tuple[str, ...]
+    """Mesh axes of its groups."""
     wire_bytes: int
     """Bytes that one device sends in one step."""
     share: float
-    """Share of all bytes that one device sends in the step."""
+    """Share, from 0 to 1, of all bytes that one device sends in the step."""
     count: int
+    """Number of executions in one step."""
     op: str
-    """Name of the op in the source."""
+    """Name of the op in the source, else of the HLO instruction."""
     line: str
     """`file:line` of the source, if known."""
     before: str
@@ -51,12 +56,16 @@ class Unforeseen:
 def unforeseen(
     program: Program, plan: Plan, found: Sequence[CompiledCollective], log: str = ""
 ) -> tuple[Unforeseen, ...]:
-    """Return the communication beyond the plan's prediction, largest first.
+    """Return the communication beyond the plan's prediction, largest first; empty if the prediction covers it.
+
+    - `found`: collectives of the compiled program.
+    - `log`: the compiler's text, whose warnings become notes.
 
     Within one set of mesh axes, reductions (all-reduce, reduce-scatter) and moves (the other kinds) are compared as
     bytes on the wire. The compiler may choose either kind of each, and merge several collectives into one. A collective
     that runs as often and sends as much as a predicted one, but for padding, matches it. The remaining collectives
-    consume the remaining prediction, and are reported if it does not suffice.
+    consume the remaining prediction, and are reported if it does not suffice. Collectives below `UNFORESEEN_SHARE` of
+    all bytes are left out.
 
     Specs and source lines come from Shardy's own list of reshards for the pinned program, and from the compiler's
     warnings of involuntary rematerialisation.
@@ -88,9 +97,13 @@ class Expected:
     """A predicted collective, with its bytes on the wire that no compiled collective has consumed."""
 
     kind: str
+    """Kind of the predicted collective."""
     axes: tuple[str, ...]
+    """Mesh axes, in mesh order."""
     count: int
+    """Executions in one step."""
     bytes: float
+    """Bytes that one device sends in one step and that nothing has consumed yet."""
 
     @property
     def reducing(self) -> bool:
@@ -100,8 +113,9 @@ class Expected:
     def may_be(self, collective: CompiledCollective) -> bool:
         """Return True if a compiled collective may be this one or a part of it.
 
-        Successive gathers over two axes may be compiled as one. A loop of permutes implements either sort. A sum over
-        slices and chips of a slice ends with a gather.
+        One must have all axes of the other, and both must reduce or both move. Successive gathers over two axes may be
+        compiled as one. A loop of permutes implements either sort. A sum over slices and chips of a slice ends with a
+        gather.
         """
         mine, other = set(self.axes), set(collective.axes)
         same = self.reducing == (collective.kind in _REDUCING)
@@ -110,9 +124,10 @@ class Expected:
 
 
 def beyond(found: Sequence[CompiledCollective], expected: Sequence[Expected], least: float) -> list[CompiledCollective]:
-    """Return the compiled collectives for which no predicted bytes remain.
+    """Return the compiled collectives for which no predicted bytes remain, those with the largest shortage first.
 
-    A total shortage of less than `least` bytes is ignored. `expected` is modified: its bytes are consumed.
+    Padding (`PADDING_SHARE`) is no shortage. The list ends when the shortage of the rest is below `least` bytes.
+    `expected` is modified: its bytes are consumed.
     """
     rest: list[CompiledCollective] = []
     for collective in sorted(_loops_joined(found), key=lambda c: (_LAST.get(c.kind, 0), -c.wire_bytes)):
@@ -150,7 +165,11 @@ def beyond(found: Sequence[CompiledCollective], expected: Sequence[Expected], le
 
 
 def _loops_joined(found: Sequence[CompiledCollective]) -> list[CompiledCollective]:
-    """Merge the permutes of one op, which together are one gather or reduction that overlaps with parts of a matmul."""
+    """Merge the permutes of one op, which together are one gather or reduction that overlaps with parts of a matmul.
+
+    Permutes with equal axes and source are added up by bytes on the wire; all other collectives are returned as they
+    are.
+    """
     joined: dict[tuple[object, ...], CompiledCollective] = {}
     for number, collective in enumerate(found):
         key = (collective.axes, collective.source) if collective.kind == _PERMUTE and collective.source else (number,)
@@ -164,7 +183,11 @@ def _loops_joined(found: Sequence[CompiledCollective]) -> list[CompiledCollectiv
 
 
 def _reshards(program: Program, plan: Plan) -> list[dict[str, Any]]:
-    """Return Shardy's list of reshards and sums for the program under the plan."""
+    """Return Shardy's list of reshards and sums for the program under the plan.
+
+    Each is a mapping with `before` and `after` (axes of each dim), `shape`, `names` and `line`, and for sums `summed`
+    (axes).
+    """
     from autoshard import mlir
 
     module = mlir.inline_calls(mlir.parse_module(program.module))
@@ -176,14 +199,21 @@ def _reshards(program: Program, plan: Plan) -> list[dict[str, Any]]:
 
 
 def involuntary(log: str) -> list[str]:
-    """Return the compiler's warnings of involuntary rematerialisation, one line each."""
+    """Return the compiler's warnings of involuntary rematerialisation in `log`, the first 400 characters of each
+    line.
+    """
     return [line.strip()[:400] for line in log.splitlines() if "nvoluntary full rematerialization" in line]
 
 
 def _explained(
     collective: CompiledCollective, total: float, reshards: Sequence[dict[str, Any]], notes: Sequence[str]
 ) -> Unforeseen:
-    """Return a report of a collective with the reshard and the warning that explain it best."""
+    """Return a report of a collective with the reshard and the warning that explain it best; empty texts without them.
+
+    - `total`: bytes that one device sends in the step.
+    - `reshards`: result of `_reshards`.
+    - `notes`: warnings, of which the first with the op's name counts.
+    """
     tail = _tail(collective.source)
     best = max(reshards, key=lambda r: _likeness(r, collective), default=None)
     if best is not None and not _likeness(best, collective)[0]:
@@ -205,7 +235,11 @@ def _explained(
 
 
 def _likeness(reshard: dict[str, Any], collective: CompiledCollective) -> tuple[bool, bool, bool, int]:
-    """Rank how well a reshard of Shardy's list explains a collective: overall, by axes, by kind, by its op's name."""
+    """Rank how well a reshard of Shardy's list explains a collective; a greater tuple explains it better.
+
+    The first part is True if the reshard explains it, the second if its changed axes are the collective's. The third is
+    True for the same op and kind, and the last counts equal leading parts of their names.
+    """
     tail = _tail(collective.source)
     same = bool(tail) and any(_tail(name) == tail for name in reshard["names"])
     summed = reshard.get("summed", ())
@@ -224,7 +258,7 @@ def _shared(name: str, tail: str) -> int:
 
 
 def _specs(reshard: dict[str, Any]) -> tuple[str, str]:
-    """Return the specs of a reshard before and after, as text."""
+    """Return the specs of a reshard before and after, as text; the first one names axes that are not summed yet."""
     before, after = (spec_text(Spec(reshard[side]), reshard["shape"]) for side in ("before", "after"))
     if reshard.get("summed"):
         before += f" not yet summed over {', '.join(reshard['summed'])}"
@@ -232,5 +266,5 @@ def _specs(reshard: dict[str, Any]) -> tuple[str, str]:
 
 
 def _tail(name: str) -> str:
-    """Return an op's name stack without the name of the jitted function, which differs between lowerings."""
+    """Return an op's name stack without its first part, the jitted function's name, which differs between lowerings."""
     return name.partition("/")[2]

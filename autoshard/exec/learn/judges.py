@@ -20,32 +20,40 @@ class Seen:
     """Judgement of one plan; `failed` has the reason if there is none."""
 
     seconds: float | None = None
-    """Seconds of one step; None if the plan does not fit or the judge failed."""
+    """Seconds of one step; None if the plan does not fit, its schedule cannot be timed, or the judge failed."""
     error: float = 0.0
     """Relative uncertainty of the time. For a compiled schedule it was measured on published runs; for measured steps
     it is half the distance of the quartiles over the median.
     """
     verdict: str = ""
+    """Verdict of the compiler (`Verdict`), or `ran` for a measured plan; empty for a failure."""
     peak_bytes: int | None = None
     """Peak bytes of one device, if the judge reports them."""
     hidden_share: float | None = None
-    """Share of the communication time that the compiler's schedule hides behind compute."""
+    """Share, from 0 to 1, of the communication time that the compiler's schedule hides behind compute; None without
+    any.
+    """
     hidden: dict[str, float] | None = None
-    """Hidden share of each class of communication (`cost.traffic_class`)."""
+    """Hidden share of each class of communication (`cost.traffic_class`); None without any."""
     failed: str = ""
+    """Reason why the judge gave no judgement; else empty."""
 
     @property
     def fits(self) -> bool:
-        """True if the plan ran, or compiled, within a device's memory."""
+        """True if the plan ran, or compiled, within a device's memory; False for a failure."""
         return not self.failed and self.verdict != Verdict.DOES_NOT_FIT.value
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields that the database stores."""
+        """Return the fields that the database stores: all but `failed` and those that are None."""
         return {key: value for key, value in dataclasses.asdict(self).items() if value is not None and key != "failed"}
 
 
 class Judging(Protocol):
-    """Judge of several plans of one program; it yields each name and judgement as soon as it is known."""
+    """Judge of several plans of one program, which it times.
+
+    `judge` yields each plan's name and judgement as soon as it is known, in any order; `progress` receives lines of
+    progress.
+    """
 
     @property
     def name(self) -> Judge: ...
@@ -68,7 +76,9 @@ class CompileJudge:
     def judge(
         self, program: Program, plans: Mapping[str, Plan], progress: Callable[[str], None]
     ) -> Iterator[tuple[str, Seen]]:
-        """Yield the name and judgement of each plan as its compilation ends."""
+        """Yield the name and judgement of each plan as its compilation ends; a `UserError` becomes a failed
+        judgement.
+        """
         compiled = compile_plans(program, plans, self.time_limit, quick=True, executor=self.executor, progress=progress)
         for name, report in compiled:
             if isinstance(report, UserError):
@@ -97,14 +107,21 @@ class MeasureJudge:
     """Judge that runs plans on the devices present, one step of each in turn, under the same machine conditions."""
 
     steps: int = 10
+    """Timed steps of each plan."""
     warmup: int = 2
+    """Untimed steps of each plan before them, in addition to one after compilation."""
     seed: int = 0
+    """Seed of the example arguments."""
     name: Judge = "measure"
 
     def judge(
         self, program: Program, plans: Mapping[str, Plan], progress: Callable[[str], None]
     ) -> Iterator[tuple[str, Seen]]:
-        """Yield failures while plans compile, then the name and judgement of each plan after all steps."""
+        """Yield failures while plans compile, then the name and judgement of each plan after all steps.
+
+        The seconds are the median of the steps. If the runtime fails during the timed steps, all remaining plans are
+        failures. Raises `UserError` if there are too few devices.
+        """
         import jax
 
         if not plans:
@@ -143,14 +160,14 @@ def judge_of(
     time_limit: float,
     executor: concurrent.futures.Executor | None = None,
 ) -> Judging:
-    """Return the judge of that name; by default `measure` for CPU topologies, and `compile` for others.
+    """Return the judge of that name; None is `measure` for CPU topologies, and `compile` for others.
 
     - `steps`: timed steps of each plan, for `measure`.
-    - `time_limit`: most seconds of compiling one plan.
-    - `executor`: executor of the compilations.
+    - `time_limit`: most seconds of compiling one plan, for `compile`.
+    - `executor`: executor of the compilations; None compiles here.
 
-    Raises `UserError` for an unknown name, for a topology that cannot be compiled for without devices, and for an
-    executor with `measure`.
+    Raises `UserError` for an unknown name, and for a topology that cannot be compiled for without devices. Raises it
+    also for `measure` with an executor or with fewer than 1 step.
     """
     name = name or cast(Judge, topology.traits.judge)
     if name == "measure":

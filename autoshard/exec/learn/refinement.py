@@ -55,7 +55,9 @@ class Judged:
     """Explanation of how the search found this plan."""
     plan: Plan
     seen: Seen
+    """Latest judgement of this plan."""
     round: int
+    """Number of the round, from 1, that first offered the plan."""
     kept: bool
     """True if the judgement was in the database already."""
     predicted_before_s: float
@@ -71,10 +73,13 @@ class Refinement:
     plan: Plan
     """The fitting plan with the least judged time; its provenance has the details under `refined`."""
     best: Judged
+    """Judgement of `plan`, the best plan."""
     judged: tuple[Judged, ...]
     """All judged plans, the best first; plans that do not fit and failed plans are last."""
     judge: Judge
+    """Name of the judge of the plans."""
     rounds: int
+    """Number of rounds that ran."""
     settled: bool
     """True if the choice became stable before the rounds ran out."""
     why: str
@@ -98,6 +103,7 @@ def refine(
 ) -> Refinement:
     """Plan `program` on `topology`, judge the best plans, fit the cost figures, and repeat until the choice is stable.
 
+    - `program`: traced program, or the text of its source (`hf:CONFIG`).
     - `judge`: `"measure"` times plans on the devices present (the default for CPU topologies); `"compile"` uses the
       compiler of TPUs or GPUs without devices.
     - `plans`: plans judged in one round; they really differ.
@@ -105,14 +111,15 @@ def refine(
     - `steps`: timed steps of each plan, for `"measure"`.
     - `compile_limit`: most seconds of compiling one plan.
     - `executor`: runs compilations as its tasks, as in `compile_plans`.
+    - `progress`: receives lines of progress; None discards them.
     - `options`: options of `autoshard.plan`.
 
     Judgements are stored in the user's database, and later plans of the topology use them. `calibration=False` neither
     reads nor writes the database. Judgements of steps with compiler flags (`xla_flags`) serve only plans with the same
     flags.
 
-    A plan on which the judge fails is dropped, with the reason. Raises `UserError` if the judge fails on all plans, if
-    none fits, or as `autoshard.plan` does.
+    A plan on which the judge fails is dropped, with the reason. Raises `UserError` if the judge fails on all plans, or
+    if none fits. Raises it also for the option `form`, for fewer than 1 plan or round, or as `autoshard.plan` does.
     """
     if plans < 1 or rounds < 1:
         raise UserError(f"refine: {plans} plans in {rounds} rounds; at least 1 plan and 1 round are needed.")
@@ -145,10 +152,12 @@ class _Memory:
         self.topology, self.flags, self.program, self.database = topology, flags, program, database
         self.judge: Judge = judge
         self.compiler = compiler_version(topology, flags)
+        """Version of the compiler, with the flags."""
         self.mine: list[Observation] = []
+        """Observations of this run."""
 
     def all(self) -> list[Observation]:
-        """Return every observation of this topology and compiler, without duplicates."""
+        """Return every observation of this topology and compiler, stored ones first, without duplicates."""
         stored = self.database.read(self.topology.name, self.compiler) if self.database is not None else []
         return list({each.id: each for each in (*stored, *self.mine)}.values())
 
@@ -158,7 +167,7 @@ class _Memory:
         return [each for each in self.all() if (each.judge, each.about.get("program")) != own_pair]
 
     def fit(self, observations: Sequence[Observation]) -> Fit:
-        """Fit the cost figures to observations."""
+        """Fit the cost figures to observations; without any they are the shipped ones."""
         return fit_observations(self.topology, observations, self.flags)
 
     def judgements(self) -> dict[str, Seen]:
@@ -183,16 +192,27 @@ class _Case:
     """Candidate plan and, once it is judged, its judgement."""
 
     name: str
+    """Unique name among the cases."""
     why: str
+    """Explanation of how the search found the plan."""
     plan: Plan
     bill: Bill
+    """Itemised work of the plan's step, which any figures can price."""
     round: int
+    """Number of the round, from 1, that first offered it."""
     seen: Seen | None = None
+    """Judgement; None before it is judged."""
     kept: bool = False
+    """True if the judgement was in the database already."""
 
 
 class _Refiner:
-    """State of one refinement."""
+    """State of one refinement.
+
+    - `planning`: options of the planner, with the number of plans in a round as `candidates`.
+    - `judging`, `memory`: judge, and observations.
+    - `progress`: receives lines of progress.
+    """
 
     def __init__(
         self,
@@ -208,7 +228,11 @@ class _Refiner:
         """Digest of a plan -> its case."""
 
     def run(self, rounds: int) -> Refinement:
-        """Run up to `rounds` rounds until the choice is stable."""
+        """Run up to `rounds` rounds and end early when the choice is stable.
+
+        It is stable if the planner's choice is also judged best, or if two successive rounds choose the same plan. The
+        first round plans without this judge's own observations of the program.
+        """
         first = fit = self.memory.fit(self.memory.of_others())
         earlier: str | None = None
         settled, why, number = False, "", 0
@@ -233,8 +257,10 @@ class _Refiner:
         return self.result(first, fit, number, settled, why)
 
     def offered(self, made: PlanResult, number: int) -> list[_Case]:
-        """Return the plans to judge in a round, without duplicates: our candidates, then the fastest baselines that
-        fit.
+        """Return the cases to judge in round `number`: our candidates, then the fastest baselines that fit.
+
+        There are no duplicates and at most as many as `candidates` of the options. New plans are added to `cases`;
+        earlier ones are returned with their judgements.
         """
         by_digest: dict[str, tuple[str, str, Plan]] = {}
         for each in made.candidates:
@@ -256,7 +282,9 @@ class _Refiner:
         return [self.cases[digest] for digest in chosen]
 
     def judge(self, cases: Iterable[_Case], number: int) -> None:
-        """Judge the plans that have no judgement yet; reuse stored judgements."""
+        """Judge the cases that have no judgement yet, in place; reuse stored judgements, and store new ones unless they
+        failed.
+        """
         earlier = self.memory.judgements()
         unjudged: dict[str, _Case] = {}
         for case in cases:
@@ -277,7 +305,10 @@ class _Refiner:
             self.progress(f"Round {number}: {_line(case)}")
 
     def best(self) -> str:
-        """Return the digest of the fitting plan with the least judged time. Raises `UserError` if there is none."""
+        """Return the digest of the fitting plan with the least judged time; of equal times, the least digest.
+
+        Raises `UserError` if no plan fits or has a time.
+        """
         judged = {digest: case.seen for digest, case in self.cases.items() if case.seen is not None}
         times = {d: seen.seconds for d, seen in judged.items() if seen.fits and seen.seconds is not None}
         if times:
@@ -291,7 +322,11 @@ class _Refiner:
         )
 
     def result(self, first: Fit, fit: Fit, rounds: int, settled: bool, why: str) -> Refinement:
-        """Return the refinement's result, with the best plan first."""
+        """Return the refinement's result, with the best plan first and its judgement in its provenance.
+
+        - `first`, `fit`: figures of the first round and of the last.
+        - `rounds`, `settled`, `why`: as in `Refinement`.
+        """
         best = self.best()
         judged = {digest: _judged(case, first, fit) for digest, case in self.cases.items() if case.seen is not None}
         chosen = judged[best]
@@ -320,14 +355,16 @@ def _judged(case: _Case, first: Fit, fit: Fit) -> Judged:
 
 
 def _known(fit: Fit) -> str:
-    """Describe the figures in use, for progress lines."""
+    """Describe the figures in use, for progress lines: shipped, or fitted to so many observations."""
     if not fit.observations:
         return "the shipped figures"
     return f"figures fitted to {fit.observations} {'observation' if fit.observations == 1 else 'observations'}"
 
 
 def _line(case: _Case) -> str:
-    """Describe a judgement, for progress lines."""
+    """Describe the judgement of a judged case, for progress lines: the failure, the verdict, or judged and predicted
+    time.
+    """
     seen = case.seen
     assert seen is not None
     if seen.failed:
@@ -339,7 +376,7 @@ def _line(case: _Case) -> str:
 
 
 def refinement_figures(result: Refinement) -> dict[str, Any]:
-    """Return the JSON object of `autoshard refine --json`."""
+    """Return the JSON object of `autoshard refine --json`; times are in seconds."""
     fit = result.fit
     return {
         "program": result.plan.program_name,
@@ -381,7 +418,7 @@ def refinement_figures(result: Refinement) -> dict[str, Any]:
 
 
 def _times(each: Judged) -> dict[str, float | None]:
-    """Return the judged and the predicted seconds of a step."""
+    """Return the judged seconds of a step, None without any, and the predicted ones before and after the fit."""
     return {
         "judged": each.seen.seconds,
         "predicted_before": each.predicted_before_s,

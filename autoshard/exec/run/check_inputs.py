@@ -26,6 +26,9 @@ def edge_arguments(program: Program, leaves: Sequence[Any], seed: int) -> dict[s
     - `BEYOND`: half of the indices lie before or past the ends. JAX clamps, drops or wraps such indices. PyTorch
       refuses them, so that programs of torch modules have no such case.
     - `UNDEFINED`: one element of each float argument of the batch is NaN.
+
+    Indices are integer arguments, neither weights nor state, that index a tensor in the module. `leaves` stay
+    unchanged, and `seed` decides which elements are replaced.
     """
     with mlir.new_context() as context:
         sizes = mlir.indexed_sizes(mlir.parse_module(program.module, context))
@@ -55,7 +58,8 @@ def edge_arguments(program: Program, leaves: Sequence[Any], seed: int) -> dict[s
 def drops_nan(compiled_text: str, platform: str) -> bool:
     """Return True if a compiled step reduces a maximum or minimum over devices whose collectives drop NaN.
 
-    XLA's collectives of CPUs drop NaN, also in plain JAX.
+    - `compiled_text`: optimised HLO.
+    - `platform`: `cpu`, `gpu` or `tpu`. XLA's collectives of CPUs drop NaN, also in plain JAX; the others never do.
     """
     if platform != "cpu":
         return False
@@ -65,7 +69,9 @@ def drops_nan(compiled_text: str, platform: str) -> bool:
 
 
 def _has_dtype(leaf: Any, kind: str) -> bool:
-    """Return True for a nonempty array whose dtype is of this kind, including dtypes that numpy lacks."""
+    """Return True for a nonempty array whose dtype is of a kind of `jax.numpy` (`integer`), including dtypes that numpy
+    lacks.
+    """
     import jax.numpy as jnp
 
     dtype = jnp.result_type(leaf) if not hasattr(leaf, "dtype") else leaf.dtype
@@ -73,7 +79,10 @@ def _has_dtype(leaf: Any, kind: str) -> bool:
 
 
 def _replaced(draw: np.random.Generator, leaf: Any, numbers: Sequence[int]) -> Any:
-    """Return the array with half of its elements replaced by those of the numbers that its dtype represents."""
+    """Return a copy of the array with half of its elements, rounded up, replaced by random ones of `numbers`.
+
+    Numbers that its dtype cannot represent are left out; 0 stands in if none remains.
+    """
     import jax.numpy as jnp
 
     array = np.array(leaf)
@@ -85,7 +94,7 @@ def _replaced(draw: np.random.Generator, leaf: Any, numbers: Sequence[int]) -> A
 
 
 def _with_nan(draw: np.random.Generator, leaf: Any) -> Any:
-    """Return the array with one random element replaced by NaN."""
+    """Return a copy of the array with one random element replaced by NaN."""
     array = np.array(leaf)
     array.reshape(-1)[int(draw.integers(array.size))] = np.nan
     return array
@@ -119,7 +128,9 @@ def noise_floor(
     - `unplanned`: results of the unplanned step for `leaves`.
     - `enough`: True if a noise suffices, which ends the search before `ORDERS` orders.
 
-    Results with a batch dim are put back into order before they are compared.
+    Results with a batch dim are put back into order before they are compared. With a reason all differences are 0; else
+    the reason is empty. The noise is unknown without a batch of 2, and if the order changes a result by more than
+    `INDIFFERENT`.
     """
     none = [0.0] * len(program.results)
     size, argument_dims, result_dims = batch_dims(program)
@@ -143,7 +154,9 @@ def noise_floor(
 
 
 def narrow_rounding(program: Program) -> float:
-    """Return half a unit in the last place of the narrowest floats that the program multiplies, or 0."""
+    """Return half a unit in the last place, relative, of the narrowest floats that the program multiplies; 0 if all
+    have 32 bits.
+    """
     graph = cached_graph(program.module)
     heavy = (t for op in graph.ops if op.op_class is OpClass.HEAVY for t in op.operands)
     return max((ROUNDING.get(graph.tensors[t].dtype, 0.0) for t in heavy), default=0.0)
@@ -159,10 +172,11 @@ def rounding_floor(
 ) -> list[float]:
     """Return the noise, raised to that of steps whose float arguments have a rounding error of the multiplied dtype.
 
-    - `run`, `leaves`, `unplanned`, `enough`: as in `noise_floor`.
-    - `noise`: noise of each result so far.
+    - `run`, `leaves`, `unplanned`, `enough`: as in `noise_floor`; at most `ROUNDINGS` steps run.
+    - `noise`: noise of each result so far, which is not modified.
 
-    For an updated parameter the update is compared, since the parameter itself starts elsewhere.
+    For an updated parameter the update is compared, since the parameter itself starts elsewhere. Weights and batch are
+    rounded; without float arguments or narrow floats the noise is returned as it is.
     """
     raised = list(noise)
     unit = narrow_rounding(program)
@@ -187,13 +201,13 @@ def rounding_floor(
 
 
 def _rounded(leaf: Any, unit: float, random: np.random.Generator) -> Any:
-    """Return the array with each element perturbed by at most `unit`, relative."""
+    """Return a copy of the array with each element changed by a random factor within 1 - `unit` and 1 + `unit`."""
     array = np.asarray(leaf)
     return (array * (1 + unit * random.uniform(-1, 1, array.shape))).astype(array.dtype)
 
 
 def _reordered(value: Any, order: Any, dims: Sequence[int]) -> Any:
-    """Apply an order of elements along some dims of an array."""
+    """Return an array with its elements permuted by `order` along each of `dims`; itself if there are none."""
     for dim in dims:
         value = np.take(np.asarray(value), order, axis=dim)
     return value

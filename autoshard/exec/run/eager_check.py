@@ -50,8 +50,9 @@ class EagerDifference:
     kind: str
     """Kind of the tensor: `loss`, `output`, `gradient` or `buffer`."""
     name: str
+    """Name of the parameter, buffer or output; `loss` for the loss."""
     rel_diff: float
-    """Largest difference over the tensor's maximum in eager torch."""
+    """Largest difference over the tensor's maximum in eager torch; infinite for a missing tensor or another shape."""
     allowed: float
     """Largest such difference that counts as rounding."""
 
@@ -66,6 +67,7 @@ class EagerCheck:
     """Comparison of the traced step with eager torch, or the reason why there is none."""
 
     differences: tuple[EagerDifference, ...] = ()
+    """Comparisons of all tensors of the step."""
     form: str = ""
     """Reduced form that was compared (`2 layers of width 256, in float32`); empty for the program itself."""
     skipped: str = ""
@@ -91,8 +93,9 @@ class EagerCheck:
 def check_eager(program: Program, seed: int = 0) -> EagerCheck:
     """Compare one traced step of a torch module with eager torch, on the host.
 
-    Weights are the module's own, or small random ones. A large `hf:` source is compared in a reduced form. If eager
-    torch cannot run, `skipped` has the reason.
+    Weights are the module's own, or small random ones. A large `hf:` source is compared in a reduced form. A difference
+    below `KINK` is compared again with the inputs of `seed` + 1. If the program is no torch module or eager torch
+    cannot run, `skipped` has the reason; nothing is raised for that.
     """
     try:
         twin = program.eager and program.eager.judged(MOST_PARAMETERS, MOST_FLOPS)
@@ -114,7 +117,8 @@ def check_eager(program: Program, seed: int = 0) -> EagerCheck:
 def _check(twin: EagerTwin, module: Any, seed: int) -> EagerCheck:
     """Compare one step with inputs that `seed` draws.
 
-    Raises `UserError` if eager torch gives nothing to compare with.
+    If float32 differs, noise and then both steps in float64 decide (file docstring). Raises `UserError` if eager torch
+    gives nothing to compare with.
     """
     batch, eager = _run_torch(twin, module, seed)
     actual = _of_jax(twin, module, batch)
@@ -133,7 +137,7 @@ def _check(twin: EagerTwin, module: Any, seed: int) -> EagerCheck:
 def _run_torch(twin: EagerTwin, module: Any, seed: int) -> tuple[Mapping[str, Any], _Tensors]:
     """Return the first candidate inputs that eager torch accepts and that give finite values, and the values.
 
-    Raises `UserError` if there are none.
+    Raises `UserError` with the last candidate's error if there are none.
     """
     reason = "random inputs give values that are not finite"
     for batch in twin.inputs(module, seed):
@@ -148,7 +152,13 @@ def _run_torch(twin: EagerTwin, module: Any, seed: int) -> tuple[Mapping[str, An
 
 
 def _of_torch(twin: EagerTwin, eager: tuple[Any, dict[str, Any], dict[str, Any]]) -> _Tensors:
-    """Return every tensor that a step computes, by kind and name."""
+    """Return every tensor that a step computes, by kind and name.
+
+    - `eager`: result, gradients and buffers of the step.
+
+    Training steps have the loss and gradients, others the outputs. Buffers count only if the program returns writes to
+    them.
+    """
     result, gradients, buffers = eager
     tensors: _Tensors = {}
     if twin.training:
@@ -171,7 +181,9 @@ def _of_jax(twin: EagerTwin, module: Any, batch: Mapping[str, Any]) -> _Tensors:
 
 @contextlib.contextmanager
 def _on_host() -> Iterator[None]:
-    """Run JAX on the host if possible, and in full precision, within the `with` block."""
+    """Run JAX on its CPU device, if it has one, and with float32 products in full precision, within the `with`
+    block.
+    """
     import jax
 
     with contextlib.ExitStack() as stack:
@@ -182,7 +194,10 @@ def _on_host() -> Iterator[None]:
 
 
 def _exact(twin: EagerTwin, module: Any, batch: Mapping[str, Any]) -> _Tensors:
-    """Return every tensor that eager torch computes in float64; empty if the module does not run in float64."""
+    """Return every tensor that eager torch computes with float inputs widened to float64.
+
+    Empty if the module does not run in float64.
+    """
     floats = {key for key, value in batch.items() if np.asarray(value).dtype.kind not in "biuc"}
     wide = {key: np.asarray(value, np.float64) if key in floats else value for key, value in batch.items()}
     try:
@@ -192,7 +207,7 @@ def _exact(twin: EagerTwin, module: Any, batch: Mapping[str, Any]) -> _Tensors:
 
 
 def _traced_exact(twin: EagerTwin, module: Any, batch: Mapping[str, Any]) -> _Tensors:
-    """Return every tensor that the traced step computes in float64; empty if the step does not run in float64."""
+    """Return every tensor that the traced step computes in float64; empty if that raises any error."""
     wide = {key: value.astype(np.float64) if value.dtype.kind == "f" else value for key, value in batch.items()}
     try:
         with _on_host():
@@ -202,10 +217,12 @@ def _traced_exact(twin: EagerTwin, module: Any, batch: Mapping[str, Any]) -> _Te
 
 
 def _compare(actual: _Tensors, wanted: _Tensors, exact: _Tensors | None = None) -> list[EagerDifference]:
-    """Compare all tensors.
+    """Compare all tensors of either step, in the order of `wanted`; a missing one or another shape differs infinitely.
 
     - `actual`, `wanted`: tensors of the traced step and of eager torch.
     - `exact`: tensors of eager torch in float64, empty if it failed; None to allow only the plain tolerance.
+
+    Whole numbers and booleans must be equal. The file docstring has the rules for floats.
     """
     kinds = dict.fromkeys(kind for kind, _ in wanted)
     families = {kind: max(_largest(v) for (own, _), v in wanted.items() if own == kind) for kind in kinds}
@@ -256,7 +273,7 @@ def _share(distance: float, scale: float) -> float:
 
 
 def eager_figures(check: EagerCheck) -> dict[str, Any]:
-    """Return the JSON object of a comparison with eager torch."""
+    """Return the JSON object of a comparison with eager torch; `worst` is None if nothing was compared."""
     worst = check.worst
     return {
         "agrees": check.agrees,
@@ -269,5 +286,5 @@ def eager_figures(check: EagerCheck) -> dict[str, Any]:
 
 
 def _figures(difference: EagerDifference) -> dict[str, Any]:
-    """Convert a difference to JSON."""
+    """Convert a difference to a JSON object of its fields."""
     return dataclasses.asdict(difference)

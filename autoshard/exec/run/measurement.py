@@ -35,19 +35,27 @@ class Measurement:
     step_time_s: float
     """Median seconds of the timed steps."""
     step_times_s: tuple[float, ...]
+    """Seconds of each timed step, in order."""
     compile_s: float
+    """Seconds of lowering and compilation."""
     device: str
     """Kind and number of the devices that ran the step."""
     wire_predicted: dict[str, int]
+    """Bytes that one device sends in one step by the plan's prediction, by mesh axis."""
     wire_compiled: dict[str, int]
-    """Bytes that one device sends in one step, by mesh axis (`other`: groups that match no mesh axis)."""
+    """Such bytes in the compiled program, by mesh axis (`other`: groups that match no mesh axis)."""
     counts_predicted: dict[str, int]
+    """Number of predicted collectives in one step, by kind."""
     counts_compiled: dict[str, int]
-    """Number of collectives in one step, by kind; a combined collective counts once for each array."""
+    """Number of compiled collectives in one step, by kind; a combined collective counts once for each array."""
     collectives: tuple[CompiledCollective, ...]
+    """Collectives of the compiled program, in the order of execution."""
     memory: dict[str, int]
-    """Bytes of one device as the compiler counts them: arguments, results, temporaries, donated."""
+    """Bytes of one device as the compiler counts them: arguments, results, temporaries, donated; empty if it gives
+    none.
+    """
     check: Check | None
+    """Comparison of the first step with the unplanned one; None if it was not requested or was skipped."""
     check_skipped: str = ""
     """Reason why a requested check was not made; else empty."""
     collective_times: CollectiveTimes | None = None
@@ -55,7 +63,9 @@ class Measurement:
     eager: EagerCheck | None = None
     """Comparison of the traced step with eager torch; None without a check, or if the program has no eager form."""
     edges: Mapping[str, Check | None] = dataclasses.field(default_factory=dict)
-    """Checks of steps from other arguments (`edge_arguments`), by name; None for one that was skipped."""
+    """Checks of steps from other arguments (`edge_arguments`), by name; None for one that was skipped. Empty without a
+    check.
+    """
 
     @property
     def failed(self) -> bool:
@@ -65,7 +75,7 @@ class Measurement:
 
     @property
     def spread(self) -> float:
-        """Distance of the quartiles of the step times over the median."""
+        """Distance of the quartiles of the step times over the median; 0 for a single step."""
         if len(self.step_times_s) < 2:
             return 0.0
         low, _, high = statistics.quantiles(self.step_times_s, n=4)
@@ -168,7 +178,14 @@ _Step = Callable[[tuple[Any, ...]], list[Any]]
 def _check_edges(
     program: Program, planned: PlannedStep, one_device: _Step, made: Any, seed: int, tolerance: float | None
 ) -> dict[str, Check | None]:
-    """Compare the planned step with the unplanned one from edge-case arguments."""
+    """Compare the planned step with the unplanned one from edge-case arguments; return the checks by name of the case.
+
+    - `one_device`: unplanned step.
+    - `made`: arguments of the ordinary step, from which the cases derive.
+    - `seed`, `tolerance`: as in `measure`.
+
+    NaN is skipped (None) where collectives drop it.
+    """
     import jax
 
     leaves, tree = jax.tree.flatten(made)
@@ -186,7 +203,13 @@ def _check_edges(
 def _verdict(
     program: Program, one_device: _Step, planned: list[Any], unplanned: list[Any], tolerance: float | None, made: Any
 ) -> Check:
-    """Compare results; if the default tolerance is exceeded, compare again with the noise of the unplanned step."""
+    """Compare results; if the default tolerance is exceeded, compare again with the noise of the unplanned step.
+
+    - `one_device`: unplanned step, which measures the noise.
+    - `planned`, `unplanned`: flat results as host arrays.
+    - `tolerance`: largest relative difference; None for the default. A given tolerance is final.
+    - `made`: arguments of both steps.
+    """
     import jax
 
     leaves, tree = jax.tree.flatten(made)
@@ -195,7 +218,7 @@ def _verdict(
         return plain
 
     def judged(noise: list[float], why: str = "") -> Check:
-        """Compare with a noise of the results."""
+        """Compare with a noise of each result, and with the reason if it is unknown."""
         return compare(program, planned, unplanned, tolerance, leaves, (noise, why))
 
     def run(other: list[Any]) -> list[Any]:
@@ -215,7 +238,8 @@ def _verdict(
 def verify_program(program: Program, plan: Plan) -> Program:
     """Return the program of the plan: the given one, with its constraints lifted if the plan ignores them.
 
-    Raises `UserError` if the plan was made for another program, naming the argument that differs.
+    Raises `UserError` if the plan was made for another program, by names, shapes, dtypes and roles of arguments or by
+    its fingerprint. The message names the first argument that differs.
     """
     import jax
 
@@ -246,7 +270,11 @@ def verify_program(program: Program, plan: Plan) -> Program:
 
 
 def _try_unplanned(program: Program, plan: Plan, args: tuple[Any, ...]) -> tuple[_Step | None, list[Any], str]:
-    """Return the unplanned step, its results, and the reason if one device lacks the memory for it, else empty."""
+    """Return the unplanned step, its results for `args`, and an empty text.
+
+    If a device lacks the memory for it, return None, no results, and a sentence with the reason. Other errors pass
+    through.
+    """
     import jax
 
     try:
@@ -260,7 +288,11 @@ def _try_unplanned(program: Program, plan: Plan, args: tuple[Any, ...]) -> tuple
 
 
 def _unplanned_step(program: Program, plan: Plan) -> _Step:
-    """Compile the unplanned step for one device; for all, with everything replicated, if the program names a mesh."""
+    """Return the unplanned step for one device; for all, with everything replicated, if the program names a mesh.
+
+    It never consumes its arguments. Only the step for all devices is compiled here; the other is compiled at its first
+    call.
+    """
     import jax
 
     if plan.origin.names_devices:
@@ -282,6 +314,7 @@ def _unplanned_step(program: Program, plan: Plan) -> _Step:
         jitted, one = jax.jit(lambda *a: program.fn(*a)), jax.local_devices()[0]
 
         def step(args: tuple[Any, ...]) -> Any:
+            """Run the step on copies of the arguments, and return its results as device arrays."""
             return jitted(*jax.device_put(args, one))
 
     return lambda args: [host_copy(leaf) for leaf in jax.tree.leaves(step(args))]
@@ -301,7 +334,7 @@ def _memory(compiled: Any) -> dict[str, int]:
 
 
 def measurement_figures(measurement: Measurement) -> dict[str, Any]:
-    """Return the JSON object of `autoshard measure --json`."""
+    """Return the JSON object of `autoshard measure --json`; figures of the check are left out if there is none."""
     axes = sorted({*measurement.wire_predicted, *measurement.wire_compiled})
     kinds = sorted({*measurement.counts_predicted, *measurement.counts_compiled})
     figures: dict[str, Any] = {

@@ -19,7 +19,8 @@ class PlannedStep:
 
     - `made`: host arrays of the first step's arguments, in the program's tree.
 
-    Raises the runtime's own errors, which `failure` converts into a `UserError`.
+    The constructor compiles. It raises the runtime's own errors, which `failure` converts into a `UserError`, and
+    `UserError` if the step needs more memory than JAX may use.
     """
 
     def __init__(self, program: Program, plan: Plan, made: tuple[Any, ...]) -> None:
@@ -37,13 +38,17 @@ class PlannedStep:
         self._current: list[Any] = []
 
     def place(self) -> None:
-        """Put the first step's arguments on the devices."""
+        """Copy the first step's arguments to the devices, so that the next `run` begins with them."""
         self._current = [
             place_copy(leaf, sharding) for leaf, sharding in zip(self._first, self._shardings, strict=True)
         ]
 
     def run(self) -> tuple[float, list[Any]]:
-        """Run one step; return its seconds and flat results. The next step consumes the updated state."""
+        """Run one step; return its seconds and flat results, which are complete. The next step consumes the updated
+        state.
+
+        Placement is not timed.
+        """
         import jax
 
         if not self._current:
@@ -58,7 +63,10 @@ class PlannedStep:
         return elapsed, results
 
     def run_once(self, leaves: Sequence[Any]) -> list[Any]:
-        """Run one step from other arguments; return its flat results. The next `run` uses the first arguments again."""
+        """Run one step from other flat arguments; return its flat results, perhaps before they are complete.
+
+        The next `run` uses the first arguments again.
+        """
         import jax
 
         self._current = []  # the arguments of two steps may exceed device memory
@@ -87,7 +95,10 @@ class PlannedStep:
 
 
 def first_arguments(program: Program, seed: int) -> tuple[Any, ...]:
-    """Return the program's example arguments as host arrays: a donated step would consume the caller's arrays."""
+    """Return the program's example arguments as host arrays: a donated step would consume the caller's arrays.
+
+    A program without `make_args` has ones. Typed random keys stay device arrays.
+    """
     import jax
 
     made = program.make_args(seed) if program.make_args is not None else _ones(program.args)
@@ -107,7 +118,7 @@ def place_copy(leaf: Any, sharding: Any) -> Any:
 
 
 def host_copy(value: Any) -> Any:
-    """Copy a whole array to the host, since its device memory may be donated to the next step."""
+    """Copy a whole array to the host as a numpy array, gathered from all processes; typed keys give their key data."""
     import jax
     import numpy as np
 
@@ -121,7 +132,7 @@ def host_copy(value: Any) -> Any:
 
 
 def is_key(value: Any) -> bool:
-    """Return True for an array of JAX's typed random keys."""
+    """Return True for an array of JAX's typed random keys; any other array gives False."""
     import jax
     import jax.numpy as jnp
 
@@ -129,7 +140,10 @@ def is_key(value: Any) -> bool:
 
 
 def failure(plan: Plan, error: Exception) -> UserError:
-    """Convert the runtime's error of a planned step into a `UserError` of one sentence."""
+    """Return the runtime's error of a planned step as a `UserError` of one sentence, with its first 200 characters.
+
+    For exhausted memory it names the environment variable that would grant more, if that would do.
+    """
     exhausted = "RESOURCE_EXHAUSTED" in str(error)
     what = "ran out of memory" if exhausted else "failed"
     first = " ".join(str(error).split())[:200]
@@ -147,8 +161,12 @@ def run_in_turn(
 ) -> dict[str, list[float]]:
     """Time every step in every round, one run of each in turn, so that all steps see the same state of the machine.
 
-    Every second round runs backwards, because a step leaves its data in caches for its neighbour. The rounds stop early
-    once `seconds` have passed, but not before three rounds.
+    - `rounds`: most rounds, and so most times of a step.
+    - `warmup`: untimed runs of each step before them.
+    - `seconds`: time after which no further round begins; three rounds always run, if `rounds` allows.
+
+    Returns the seconds of every run by name of the step. Every second round runs backwards, because a step leaves its
+    data in caches for its neighbour.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
     with retained_memory():
@@ -165,7 +183,9 @@ def run_in_turn(
 
 
 def quartiles(times: Sequence[float]) -> tuple[float, float, float]:
-    """Return the lower quartile, the median and the upper quartile; a single time is all three."""
+    """Return the lower quartile, the median and the upper quartile; a single time is all three. Raises `IndexError`
+    without times.
+    """
     if len(times) < 2:
         return times[0], times[0], times[0]
     low, middle, high = statistics.quantiles(times, n=4)
@@ -173,7 +193,7 @@ def quartiles(times: Sequence[float]) -> tuple[float, float, float]:
 
 
 def _ones(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return arrays of ones with the shapes of the arguments."""
+    """Return device arrays of ones with the shapes and dtypes of the arguments, in the same trees."""
     import jax
     import jax.numpy as jnp
 

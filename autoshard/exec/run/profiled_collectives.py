@@ -24,12 +24,15 @@ class CollectiveTime:
     """All collectives of one kind over the same mesh axes in one step."""
 
     kind: str
+    """Kind of the collectives, such as `all-gather`."""
     axes: tuple[str, ...]
+    """Mesh axes of their groups."""
     seconds: float
     """Seconds of one device, including waiting for other devices: the mean over this process's devices, and the median
     over the profiled steps.
     """
     count: int
+    """Executions on one device in one step."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,7 +40,9 @@ class CollectiveTimes:
     """Times of collectives, and the reason if some are missing."""
 
     times: tuple[CollectiveTime, ...]
+    """Times by kind and axes, in alphabetical order."""
     note: str = ""
+    """Reason if times are missing; else empty."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,12 +50,17 @@ class Ran:
     """One op's execution on one device; seconds are on the profiler's clock."""
 
     op: str
+    """Name of the HLO instruction."""
     module: str
+    """Name of the HLO module; empty if the profiler gives none."""
     device: int
+    """Number of the device."""
     run: int
     """Number of the step, if the profiler gives one; else -1."""
     start_s: float
+    """Start in seconds."""
     seconds: float
+    """Seconds until its end, that of an asynchronous op included."""
 
 
 def time_collectives(
@@ -58,10 +68,13 @@ def time_collectives(
 ) -> CollectiveTimes:
     """Run a step under the profiler and return the times of its collectives.
 
-    - `step`: runs one step.
+    - `step`: runs one step and waits for it.
     - `steps`: number of steps to profile.
-    - `module`: name of the HLO module whose events count.
+    - `module`: name of the HLO module whose events count, with events that name no module.
     - `found`: collectives in the module's text, which the events are matched with.
+
+    If the profiler does not start or its output cannot be read, there are no times and a note. If it does not start, no
+    step runs.
     """
     import jax
 
@@ -85,7 +98,10 @@ def time_collectives(
 
 
 def read_events(file: Path) -> list[Ran]:
-    """Read every op that an XSpace file reports as run by a device. Raises `ValueError` if the file is no XSpace."""
+    """Read every op that an XSpace file reports as run by a device, by plane in file order.
+
+    Raises `ValueError` if the file is no XSpace.
+    """
     ran: list[Ran] = []
     for plane, events in it.groupby(events_in(file), key=lambda event: event.plane):
         number = re.search(r"/device:\w+:(\d+)", plane)
@@ -123,8 +139,11 @@ def collective_times(ran: Sequence[Ran], steps: int, found: Sequence[CompiledCol
     """Return the time of collectives in one step, by kind and axes.
 
     - `ran`: all ops of the profiled steps.
-    - `steps`: number of profiled steps.
+    - `steps`: number of profiled steps, which divides the times if the profile has no step numbers.
     - `found`: collectives in the compiled text.
+
+    Times are means over devices and medians over steps. A note replaces them if the profile has no ops or none of
+    `found`.
     """
     if not ran:
         return CollectiveTimes((), "the profiler recorded no op of the compiled program on these devices")
@@ -153,6 +172,8 @@ def collective_times(ran: Sequence[Ran], steps: int, found: Sequence[CompiledCol
 
 
 def _names(collective: CompiledCollective) -> tuple[str, ...]:
-    """Return the op's names in a profile: an asynchronous collective has a start and a done op."""
+    """Return the op's names in a profile: an asynchronous collective has a start and a done op, any other only its
+    own.
+    """
     name = collective.name
     return (name, name.replace("-start", "-done")) if "-start" in name else (name,)

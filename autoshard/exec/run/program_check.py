@@ -25,11 +25,14 @@ class ProgramCheck:
 
     @property
     def agrees(self) -> bool:
-        """True if none of the comparisons shows a difference."""
+        """True if none of the comparisons shows a difference; skipped ones count as equal."""
         checks = (self.plan, *self.edges.values())
         return self.eager.agrees and all(check is None or check.passed for check in checks)
 
     def __str__(self) -> str:
+        """Return a line for each comparison, with its largest difference or the reason why it was skipped; edge cases
+        only if they differ.
+        """
         worst = self.eager.worst
         lines = [self.eager.skipped]
         if worst is not None:
@@ -49,7 +52,10 @@ class ProgramCheck:
 def check(program: Program, plan: Plan | None = None, seed: int = 0) -> ProgramCheck:
     """Compare the traced step with eager torch; with a plan, also one planned step with the unplanned one.
 
-    Raises `UserError` if the plan needs more devices than are present, or is for another program.
+    The planned step runs on the devices present, also from edge-case arguments. `seed` draws inputs and example
+    arguments.
+
+    Raises `UserError` if the plan needs more devices than are present, is for another program, or does not run.
     """
     eager = check_eager(program, seed)
     if plan is None:

@@ -35,8 +35,11 @@ class Difference:
     """Comparison of one result of the planned step with the unplanned one."""
 
     name: str
+    """Name of the result that differs."""
     rel_diff: float
-    """Largest difference over the tensor's maximum (over its family's maximum for noise)."""
+    """Largest difference over the tensor's maximum (over its family's maximum for noise); infinite for another
+    shape.
+    """
     compared: float
     """Share of the elements whose moments explain less than the tolerance; 1 except under Adam."""
     floor: float = 0.0
@@ -52,7 +55,9 @@ class Check:
     """Comparison of all results; it passes if no difference exceeds both the tolerance and the noise of its result."""
 
     differences: tuple[Difference, ...]
+    """Comparisons, in the order of the program's results."""
     tolerance: float
+    """Largest relative difference that passes without noise."""
     floor_note: str = ""
     """Reason why the noise is unknown although a difference exceeds the tolerance; else empty."""
 
@@ -73,7 +78,11 @@ class Check:
 
 
 def default_tolerance(program: Program) -> float:
-    """Return the tolerance for a program: 1e-5 for 32-bit floats, a few units in the last place for narrower ones."""
+    """Return the largest of the tolerances of the dtypes of a program's arguments and results.
+
+    They are 3e-2 for bfloat16, 4e-3 for float16, and 1e-5 for every other dtype.
+    """
+    # About four units in the last place of 1: 2^-7 for bfloat16, and 2^-10 for float16.
     narrow = {"bfloat16": 3e-2, "float16": 4e-3}
     return max([narrow.get(t.dtype, 1e-5) for t in (*program.arguments, *program.results)], default=1e-5)
 
@@ -91,7 +100,9 @@ def compare(
     - `planned`, `unplanned`: arrays of any kind that numpy reads.
     - `tolerance`: largest relative difference; None for `default_tolerance`.
     - `before`: flat arguments of the step; without them, moments explain no difference.
-    - `floor`: noise of every result, and the reason if it is unknown (`noise_floor`).
+    - `floor`: noise of every result, and the reason if it is unknown (`noise_floor`); None for no noise.
+
+    The scale of a result is its largest finite magnitude in `unplanned`, or its family's for noise.
     """
     tolerance = default_tolerance(program) if tolerance is None else tolerance
     actual = [_as_numbers(value) for value in planned]
@@ -129,7 +140,10 @@ def _largest(array: np.ndarray) -> float:
 
 
 def _rel_diff(found: np.ndarray, wanted: np.ndarray, scale: float, explained: np.ndarray | None) -> float:
-    """Return the largest difference that moments do not explain, over `scale`; infinite for different shapes."""
+    """Return the largest difference that moments do not explain, over `scale`; infinite for different shapes.
+
+    NaN equals NaN; another difference that is not finite, or any on scale 0, is infinite. Empty arrays give 0.
+    """
     if found.shape != wanted.shape:
         return math.inf
     kind = np.complex128 if wanted.dtype.kind == "c" else np.float64
@@ -148,7 +162,10 @@ def _rel_diff(found: np.ndarray, wanted: np.ndarray, scale: float, explained: np
 
 
 def _families(program: Program) -> dict[str, list[int]]:
-    """Group the results that are optimizer state by the part of their name before the parameter's name."""
+    """Group the results that are optimizer state by the part of their name before the parameter's name.
+
+    Returns positions of results by that part; results whose names end in no parameter's name are in no family.
+    """
     families: dict[str, list[int]] = {}
     tails = [_tails(a.name) for a in program.arguments if a.role is Role.PARAMETER]
     for i, result in enumerate(program.results):
@@ -163,7 +180,9 @@ def _families(program: Program) -> dict[str, list[int]]:
 
 
 def _tails(name: str) -> tuple[str, ...]:
-    """Return a parameter's name, and the same without the name of the function's argument."""
+    """Return a parameter's name, and the same without its first part, the function's argument, if it has several
+    parts.
+    """
     return (name, name.partition(".")[2]) if "." in name else (name,)
 
 
@@ -178,7 +197,10 @@ def _explained(
 
     - `index`: position of the parameter among the results.
     - `found`, `wanted`: results of the planned and of the unplanned step.
-    - `before`: flat arguments of the step.
+    - `before`: flat arguments of the step; None gives None.
+
+    Moments are results of optimizer state that have the parameter's shape and end in its name; there must be two. A
+    moment that is zero in the unplanned step only explains any difference.
     """
     argument = program.results[index].argument
     if before is None or argument is None or program.arguments[argument].role is not Role.PARAMETER:

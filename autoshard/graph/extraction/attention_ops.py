@@ -28,14 +28,17 @@ class Attention:
     """One op that computes attention, forward or backward."""
 
     op: int
+    """Id of the op."""
     forward: bool
+    """True for a forward pass, False for a backward pass."""
     ring: bool
+    """True if the keys and values pass around a ring of devices."""
     queries: frozenset[int]
     """Factors of the op along the queries' sequence."""
     keys: frozenset[int]
     """Factors along the sequence of keys and values; in a ring they equal those of the queries."""
     leading: frozenset[int]
-    """Factors of batch, heads and groups of heads."""
+    """Factors of the queries' dims before sequence and channels: batch, heads and groups of heads."""
     heads: tuple[int, int]
     """Heads of keys and values, and query heads that share one of them (1 if the kernel has no separate dim for
     these).
@@ -64,12 +67,16 @@ class Attention:
 
 
 def find_attentions(graph: OpGraph) -> tuple[Attention, ...]:
-    """Return every attention of a graph that one op computes, in program order."""
+    """Return the attention record of every op of a graph that is an attention kernel, in program order."""
     return tuple(attention for op in graph.ops if (attention := _attention(graph, op)) is not None)
 
 
 def _attention(graph: OpGraph, op: Op) -> Attention | None:
-    """Return the attention record of an op; None if the op has no rule or is no attention kernel."""
+    """Return the attention record of an op; None if it is no attention kernel with a rule.
+
+    It must have at least three float operands of three or more dims. The first two are queries and keys, with dims
+    `[..., heads, sequence, channels]`.
+    """
     known = op.kind in MATMULS or (op.opaque is not None and (op.opaque.head or op.opaque.target.startswith(RING)))
     if op.rule is None or not known:
         return None
@@ -112,7 +119,11 @@ def _is_float(tensor: Tensor) -> bool:
 
 
 def _between(graph: OpGraph, tensor: int, dim: int) -> dict[int, int]:
-    """Map a tensor, and all tensors connected to it through ops of `_PASSED`, to their sequence dim."""
+    """Map a tensor, and all tensors connected to it through ops of `_PASSED` in either direction, to their sequence
+    dim.
+
+    `dim` is the tensor's own; tensors of one element are left out.
+    """
     sequence_dims = {tensor: dim}
     waiting = [tensor]
     while waiting:
@@ -127,7 +138,10 @@ def _between(graph: OpGraph, tensor: int, dim: int) -> dict[int, int]:
 
 
 def _along(op: Op, tensor: int, dim: int) -> Iterator[tuple[int, int]]:
-    """Yield the other tensors of an op of `_PASSED` that share a factor with dim `dim` of `tensor`, and their dim."""
+    """Yield each other tensor of an op that shares a factor with dim `dim` of `tensor`, with its first such dim.
+
+    Yield nothing unless the op is one of `_PASSED` and has a rule.
+    """
     if op.rule is None or op.kind not in _PASSED:
         return
     factors = {f for t, dims in op.sides if t == tensor for f in dims[dim]}
@@ -148,9 +162,12 @@ def is_cudnn_attention(target: str) -> bool:
 def cudnn_rule(target: str, config: str, operands: Sequence[Tensor], results: Sequence[Tensor]) -> CallRule | None:
     """Return the sharding rule of a cuDNN attention call; None if its shards would compute something else.
 
+    - `target`: the call's target.
+    - `config`: its backend config, JSON text.
+    - `operands`, `results`: its tensors.
+
     The batch `b`, the heads of keys `k` and the query heads for each of these `g` may be split; all other dims stay
     whole. FLOPs are those of two matmuls over the scores forward and of five backward. The scores never reach memory.
-
     The result is None in these cases:
 
     - packed sequences, whose offsets count over batch and heads;
@@ -167,6 +184,7 @@ def cudnn_rule(target: str, config: str, operands: Sequence[Tensor], results: Se
         return None
 
     def laid(head: str, row: str, channel: str) -> str:
+        """Return the factors of a tensor's dims in the call's order of heads and sequence."""
         return f"b {head} {row} {channel}" if heads == 1 else f"b {row} {head} {channel}"
 
     queries, keys, values = laid("(k g)", "s", "h"), laid("k", "t", "h"), laid("k", "t", "v")
@@ -215,7 +233,11 @@ def _read(config: str) -> dict[str, Any]:
 
 
 def _dim_of_heads(fmha: dict[str, Any]) -> int | None:
-    """Return the head dim of queries and keys: the second batch dim of the right operand of the first matmul."""
+    """Return the dim of heads of queries and keys, 1 or 2: the second batch dim of the right operand of the first
+    matmul.
+
+    None if the config names no such dims.
+    """
     for matmul in ("bmm1", "bmm1_grad_gemm1"):
         dims = fmha.get(f"{matmul}_dot_dimension_numbers", {}).get("rhs_batch_dimensions", ())
         if [str(d) for d in dims] in (["0", "1"], ["0", "2"]):
@@ -224,7 +246,9 @@ def _dim_of_heads(fmha: dict[str, Any]) -> int | None:
 
 
 def _bias(shape: Sequence[int]) -> str:
-    """Return the factors of a bias `[b n s t]`, whose batch and heads may be of size one."""
+    """Return the factors of a bias `[b n s t]`; a batch or heads of size one become factors of their own, `alike` and
+    `common`.
+    """
     if len(shape) != 4:
         return "b (k g) s t"
     return " ".join(["b" if shape[0] > 1 else "alike", "(k g)" if shape[1] > 1 else "common", "s", "t"])

@@ -11,13 +11,24 @@ from autoshard.graph.records import Constraint, Loop, Manual, Op, OpClass, OpGra
 
 
 MOST_TENSOR_BYTES = 1 << 53
-"""Largest tensor, in bytes. Up to this size byte counts are exact in floating point, and sums over a step fit in 64
-bits.
+"""Largest allowed tensor, in bytes. Up to this size byte counts are exact in floating point, and sums over a step fit
+in 64 bits.
 """
 
 
 class GraphBuilder:
-    """Builder of an `OpGraph`: grows op by op, and `graph` returns the result."""
+    """Builder of an `OpGraph`: grows op by op, and `graph` returns the result.
+
+    - `loops`: loops by id; None while the loop's body is being read.
+    - `without_rule`: ids of ops without a sharding rule.
+    - `ids`: tensor of each MLIR value.
+    - `free`: tensors that no op needs to compute from arguments, such as constants.
+    - `constants`: values of integer constants, by tensor.
+    - `number`: number of the MLIR op that was read last.
+    - `cuts`: attributes of slices, pads and concatenations, by op id.
+    - `meshes`: the module's meshes by name.
+    - `manual`: axes that the surrounding `shard_map` regions split by hand.
+    """
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -38,7 +49,7 @@ class GraphBuilder:
         self.regions: list[Manual] = []
 
     def graph(self) -> OpGraph:
-        """Return the graph of the ops so far, with rolls joined."""
+        """Return the graph of the ops so far, with rolls joined (`join_rolls`); the builder does not change."""
         loops = tuple(loop for loop in self.loops if loop is not None)
         returned = set(self.results) | {t for loop in loops for c in loop.carries for t in (c.init, c.update)}
         ops = join_rolls(self.ops, self.tensors, self.cuts, returned)
@@ -48,7 +59,15 @@ class GraphBuilder:
         )  # fmt: skip
 
     def new_tensor(self, value: Any, producer: int, loop: int, where: tuple[int, int], name: str = "") -> int:
-        """Add a tensor for an MLIR value and return its id; raises `UserError` if it exceeds `MOST_TENSOR_BYTES`."""
+        """Add a tensor for an MLIR value, map the value to it, and return its id.
+
+        - `producer`: id of the op that computes it; -1 for none.
+        - `loop`: loop in which it is computed; -1 for none.
+        - `where`: (op number, position) that becomes `Tensor.value`.
+        - `name`: name for display.
+
+        Raises `UserError` if it exceeds `MOST_TENSOR_BYTES`.
+        """
         shape, dtype, size = mlir.tensor_type(value.type)
         size *= math.prod(shape)
         if size > MOST_TENSOR_BYTES:
@@ -63,7 +82,9 @@ class GraphBuilder:
         return tensor.id
 
     def alias(self, op: Any) -> None:
-        """Map each result of an op to the tensor of the operand at the same position."""
+        """Map each result of an op to the tensor of the operand at the same position; the op adds neither op nor
+        tensor.
+        """
         for operand, result in zip(op.operands, op.results, strict=True):
             self.ids[result] = self.ids[operand]
 
@@ -81,7 +102,7 @@ class GraphBuilder:
         manual: tuple[str, ...] = (),
     ) -> None:
         """Append an op that only defines a split of its operand: a constraint, or one value at an end of a `shard_map`
-        region.
+        region. A constraint is a view, an end a heavy op, and either is free if its operand is.
 
         - `op`, `kind`: the MLIR op and the kind of the new op.
         - `source`, `value`: tensor of the operand, MLIR value of the result.
@@ -116,7 +137,7 @@ class GraphBuilder:
         )
 
     def note_constant(self, op: Any, tensor: int) -> None:
-        """Record the value of an integer constant.
+        """Record the value of an integer constant in `constants`.
 
         Other constants are skipped: they are not needed, and the MLIR bindings cannot read complex ones.
         """
@@ -126,4 +147,7 @@ class GraphBuilder:
 
 
 ReadBlock = Callable[[Any, int], list[int]]
-"""Function that reads the ops of a block in a loop (-1 for none) and returns the tensors of its terminator."""
+"""Function that reads the ops of an MLIR block into the builder, within a loop (-1 for none).
+
+It returns the tensors of the operands of the block's terminator.
+"""

@@ -9,12 +9,17 @@ from autoshard.graph.records import Carry, Loop, Op, OpClass
 
 
 BRANCHING = frozenset({"case", "if"})
+"""Kinds of conditionals."""
 
 
 def read_branches(builder: GraphBuilder, op: Any, kind: str, parent: int, read_block: ReadBlock) -> None:
     """Read a conditional: the ops of every branch, and for each result an op whose operands are the branches' values.
 
-    These ops are pointwise, so branches and results must agree on a spec.
+    Each branch becomes a `Loop` of one trip. The ops of the results are pointwise, so branches and results must agree
+    on a spec; an op is free if all its operands are.
+
+    - `kind`: kind of the ops of results.
+    - `parent`: loop around the conditional; -1 for none.
     """
     number, name = builder.number, mlir.location_name(op.location)
     given = []
@@ -42,9 +47,10 @@ def read_branches(builder: GraphBuilder, op: Any, kind: str, parent: int, read_b
 
 
 def read_while(builder: GraphBuilder, op: Any, parent: int, read_block: ReadBlock) -> None:
-    """Read a `while`: its carried values, condition, body and number of trips.
+    """Read a `while`: its carried values, condition, body and number of trips, in a loop inside `parent` (-1 for none).
 
-    A carried value that the body returns unchanged is an alias of its initial value.
+    A carried value that the body returns unchanged is an alias of its initial value. Trips that cannot be counted, or
+    that are zero, count as 1; `Loop` records if they were counted.
     """
     number, loop_id = builder.number, len(builder.loops)
     builder.loops.append(None)
@@ -80,7 +86,10 @@ def read_while(builder: GraphBuilder, op: Any, parent: int, read_block: ReadBloc
 
 
 def _read_condition(builder: GraphBuilder, block: Any) -> tuple[int, int] | None:
-    """Return (the counter's tensor in the condition, limit) of a condition `counter < limit`; None for any other."""
+    """Return (the counter's tensor in the condition, limit) of a condition `counter < constant`; None for any other.
+
+    Ops of the condition advance `builder.number`, and constants get tensors; other ops get none.
+    """
     bound = None
     for handle in block.operations:
         op = handle.operation
@@ -103,7 +112,12 @@ def _read_condition(builder: GraphBuilder, block: Any) -> tuple[int, int] | None
 def _count_trips(
     builder: GraphBuilder, bound: tuple[int, int] | None, inits: list[int], carried: list[int], updates: list[int]
 ) -> int | None:
-    """Return the number of trips of a loop with a constant start, step and limit; None for any other loop."""
+    """Return the number of trips of a loop with a constant start, step and limit; None for any other loop.
+
+    - `bound`: result of `_read_condition`.
+    - `inits`, `carried`, `updates`: tensors of each carried value before the loop, at the start of a trip and at its
+      end.
+    """
     if bound is None or bound[0] not in inits:
         return None
     # Several carries may start from one shared zero: the counter is the carry whose update adds a constant.

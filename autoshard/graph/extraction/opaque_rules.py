@@ -23,7 +23,7 @@ _KERNELS = {
     "splash_mha_dq": 6,
     "splash_mqa_dq": 6,
 }
-"""Name prefixes of jax's own TPU attention kernels, and FLOPs for each pair of positions and head channel.
+"""FLOPs for each pair of positions and head channel, by name prefix of jax's own TPU attention kernels.
 
 Forward there are two matmuls, for the gradients of keys and values four, for the gradient of queries three.
 """
@@ -33,7 +33,8 @@ def read_opaque(op: Any, operands: Sequence[Tensor], results: Sequence[Tensor], 
     """Return rule and work of a custom call; raises `UserError` if a registered rule does not fit the call.
 
     The sources of the rule, in order: the user's registered rule, cuDNN's attention, the call's own sharding rule,
-    jax's attention kernels.
+    jax's attention kernels. The rule is None if there is none of these. `where` is the call's place in the source, for
+    the error; it may be empty.
     """
     target, own = mlir.call_target(op), bool(mlir.call_key(op))
     work = mlir.call_work(op)
@@ -66,7 +67,9 @@ def read_opaque(op: Any, operands: Sequence[Tensor], results: Sequence[Tensor], 
 
 
 def _head(target: str, operands: Sequence[Tensor]) -> int:
-    """Return the head dim of one of jax's attention kernels; 0 for any other call."""
+    """Return the size of the head dim (the last of the first float operand) of a known attention kernel; 0 for other
+    calls.
+    """
     floats = _floats(operands)
     return floats[0].shape[-1] if floats and target.startswith((*_KERNELS, RING, CUDNN)) else 0
 
@@ -77,7 +80,7 @@ def _floats(operands: Sequence[Tensor]) -> list[Tensor]:
 
 
 def whole_where_untied(rule: Rule) -> Rule:
-    """Return the rule with factors whole that appear on one side of the call only.
+    """Return the rule in which parallel factors that appear only in operands, or only in results, need replication.
 
     An opaque call needs the whole of such operand dims, and computes the whole of such result dims.
     """
@@ -90,15 +93,16 @@ def whole_where_untied(rule: Rule) -> Rule:
 
 
 def _without_sums(rule: Rule) -> Rule:
-    """Return the rule with reduction factors whole."""
+    """Return the rule in which reduction factors need replication."""
     kinds = tuple(FactorKind.NEED_REPLICATION if k is FactorKind.REDUCTION else k for k in rule.kinds)
     return dataclasses.replace(rule, kinds=kinds)
 
 
 def _attention(operands: Sequence[Tensor], results: Sequence[Tensor], each: int) -> tuple[Rule | None, int]:
-    """Return an attention kernel's rule and FLOPs; `each` is the FLOPs for a pair of positions and head channel.
+    """Return an attention kernel's rule and FLOPs over all devices; (None, 0) with fewer than two float operands.
 
-    Batch and heads lead the queries' dims, and may be split in every tensor that they lead. All other dims stay whole.
+    `each` is the FLOPs for a pair of positions and head channel. Batch and heads lead the queries' dims, and may be
+    split in every tensor that they lead. All other dims stay whole.
     """
     floats = _floats(operands)
     if len(floats) < 2:
@@ -129,16 +133,22 @@ COLLECTIVES = frozenset(
         "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute", "collective_broadcast",
     }
 )  # fmt: skip
+"""Kinds of StableHLO's collectives."""
 
 Fixed = tuple[tuple[int, tuple[str, ...]], ...]
+"""The (factor, mesh axes) pairs whose split is given."""
 
 
 def end_rule(outside: Sequence[int], inside: Sequence[int], sharding: mlir.Sharding, kind: str) -> tuple[Rule, Fixed]:
-    """Return the rule of one value at an end of a region, and the axes that split each of its factors.
+    """Return the rule of one value at an end of a region, and the (factor, axes) pairs of the dims that the region
+    splits.
 
     - `outside`, `inside`: the value's shapes outside and inside the region.
     - `sharding`: the axes by which the region splits the value.
     - `kind`: `IN` or `OUT`.
+
+    A split dim has one parallel factor outside, and one that needs replication inside. Any other dim has one parallel
+    factor on both sides.
     """
     sizes: list[int] = []
     kinds: list[FactorKind] = []
@@ -160,9 +170,10 @@ def end_rule(outside: Sequence[int], inside: Sequence[int], sharding: mlir.Shard
 
 
 def same_rule(operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]]) -> Rule | None:
-    """Return the rule of a collective or a constraint: dims keep their place, and dims that change size stay whole.
+    """Return the rule of ops whose operands and results have the same dims, such as a constraint or a collective.
 
-    The result is None if operands and results have different ranks.
+    Dim d is factor d in every tensor. A dim whose size differs from the first operand's gets a factor of its own, and
+    both stay whole. The result is None if operands and results have different ranks.
     """
     rank = len(operands[0])
     if any(len(shape) != rank for shape in (*operands, *results)):

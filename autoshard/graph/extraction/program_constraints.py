@@ -11,13 +11,19 @@ from autoshard.graph.records import Constraint, Manual
 
 
 CONSTRAINTS = frozenset({"sharding_constraint", "reshard"})
+"""Kinds of ops that constrain a value's spec."""
 
 
 def read_constraint(builder: GraphBuilder, op: Any, loop: int) -> None:
     """Add a new tensor for a constrained value, so that the value may have another spec before the constraint.
 
-    An empty constraint is an alias of its operand. So is a constraint on an argument without other uses, which then
-    applies to the argument.
+    Three kinds of constraints only alias their operand:
+
+    - open ones, and those on scalars;
+    - those on generated values;
+    - those on an argument without other uses, which then apply to the argument.
+
+    `loop` is the loop around the op; -1 for none.
     """
     source = builder.ids[op.operands[0]]
     if "sharding" in op.attributes:
@@ -40,7 +46,10 @@ def read_constraint(builder: GraphBuilder, op: Any, loop: int) -> None:
 
 
 def read_manual(builder: GraphBuilder, op: Any, loop: int, read_block: ReadBlock) -> None:
-    """Read a `shard_map`: an op for each value that enters or leaves, and the ops of the body between them."""
+    """Read a `shard_map` in a loop (-1 for none): an op for each value that enters or leaves, and the ops of the body.
+
+    The region is added to `builder.regions`, and its axes are manual for tensors and ops inside.
+    """
     number, outer = builder.number, builder.manual
     sides = [mlir.shardings_of_values(op.attributes[f"{side}_shardings"], builder.meshes) for side in ("in", "out")]
     axes = mlir.manual_axes(op)
@@ -69,12 +78,14 @@ def _read_end(
     sharding: mlir.Sharding,
     axes: tuple[str, ...],
 ) -> None:
-    """Append the op of one value that enters (`IN`) or leaves (`OUT`) a region; a scalar is an alias.
+    """Append the op of one value that enters (`IN`) or leaves (`OUT`) a region; a scalar that is not generated is an
+    alias.
 
     - `source`, `value`: tensor before this end, MLIR value after it.
     - `where`: (op number, position) that becomes `Tensor.value`.
     - `position`: index of the value among the region's operands or results.
-    - `axes`: axes that the region splits by hand.
+    - `sharding`: the value's sharding outside of the region.
+    - `axes`: axes that the region splits by hand; only they split the value here.
     """
     shape, _, _ = mlir.tensor_type(value.type)
     mine = builder.tensors[source].shape
@@ -88,7 +99,7 @@ def _read_end(
 
 
 def called(op: Any, kind: str) -> str:
-    """Return the target of a custom call, or an empty text for other ops.
+    """Return the target of a custom call, or an empty text for other ops; `kind` is the op's name without its dialect.
 
     Raises `UserError` for manual regions in GSPMD's form.
     """
@@ -104,7 +115,7 @@ def called(op: Any, kind: str) -> str:
 
 
 def _place(what: str, op: Any) -> str:
-    """Return a spec's origin for display: the op's source line if known, otherwise its name."""
+    """Return a spec's origin for display: `what` and the op's source line if known, otherwise its name."""
     name, line = mlir.location_name(op.location), mlir.source_line(op).rpartition("/")[2]
     line = line.replace("-:", "line ", 1) if line.startswith("-:") else line
     return f"{what} at {line}" if line else f"{what} {name}".strip()

@@ -12,13 +12,22 @@ from autoshard.graph.records import FactorKind, Op, OpClass, Rule, Tensor
 
 
 ROTATE = "rotate"
+"""Kind of the op that replaces a roll."""
 
 Cut = tuple[tuple[int, ...], ...]
-"""Attributes of a slice (starts, limits, strides), a pad (low, high, interior) or a concatenation (dim)."""
+"""Attributes of a slice (starts, limits, strides), a pad (low, high, interior) or a concatenation ((dim,),)."""
 
 
 def join_rolls(ops: list[Op], tensors: list[Tensor], cuts: Mapping[int, Cut], results: set[int]) -> list[Op]:
-    """Return the ops with every roll replaced by one op of kind `rotate`; its parts stay in place and become free."""
+    """Return the ops with every roll replaced by one op of kind `rotate`; its parts stay in place and become free.
+
+    - `ops`: all ops by id.
+    - `tensors`: all tensors by id.
+    - `cuts`: attributes of slices, pads and concatenations, by op id.
+    - `results`: tensors that the program or a loop returns.
+
+    The parts of a roll must have no other users, and must not be in `results`.
+    """
     users: dict[int, list[int]] = {}
     for op in ops:
         for tensor in op.operands:
@@ -26,6 +35,7 @@ def join_rolls(ops: list[Op], tensors: list[Tensor], cuts: Mapping[int, Cut], re
     joined = list(ops)
 
     def made(tensor: int, kind: str, user: int) -> Op | None:
+        """Return the op of that kind that computes a tensor used only by the op `user`; None for any other tensor."""
         producer = tensors[tensor].producer
         if producer < 0 or users.get(tensor) != [user] or tensor in results:
             return None
@@ -59,7 +69,10 @@ def join_rolls(ops: list[Op], tensors: list[Tensor], cuts: Mapping[int, Cut], re
 
 
 def strided_dims(kind: str, cut: Cut) -> tuple[int, ...]:
-    """Return the dims in which a slice steps by more than one, or a pad inserts places between elements."""
+    """Return the dims in which a slice steps by more than one, or a pad inserts places between elements.
+
+    Other kinds, and an empty cut, have none.
+    """
     least = {"slice": 1, "pad": 0}.get(kind)
     if least is None or not cut:
         return ()
@@ -69,7 +82,11 @@ def strided_dims(kind: str, cut: Cut) -> tuple[int, ...]:
 def _shift(
     tensors: list[Tensor], op: Op, slices: list[Op], pads: list[Op], cuts: Mapping[int, Cut]
 ) -> tuple[int, int] | None:
-    """Return (dim, upward shift) if the slices are the two ends of one dim in swapped order; None otherwise."""
+    """Return (dim, shift) if the two slices are the two ends of one dim in swapped order; None otherwise.
+
+    The element at i moves to i + shift, modulo the size; shift is the size of the slice from the upper end. `pads` are
+    empty for a concatenation `op`, and otherwise the pads of the slices, in order.
+    """
     shape = tensors[slices[0].operands[0]].shape
     if tensors[op.results[0]].shape != shape:
         return None
@@ -98,7 +115,7 @@ def _shift(
 
 
 def _rotation(op: Op, tensors: list[Tensor], slices: list[Op], dim: int, amount: int) -> Op:
-    """Build the `rotate` op that replaces a roll's last op."""
+    """Build the `rotate` op that replaces `op`, a roll's last op; it permutes along `dim` by `amount` elements."""
     shape = tensors[op.results[0]].shape
     kinds = tuple(FactorKind.PERMUTATION if d == dim else FactorKind.PARALLEL for d in range(len(shape)))
     same = (tuple((d,) for d in range(len(shape))),)

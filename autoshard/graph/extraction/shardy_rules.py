@@ -8,7 +8,7 @@ from autoshard.graph.records import FactorKind, Rule
 
 
 def sharding_rule(op: Any) -> Rule | None:
-    """Return the sharding rule of an op; None if it has none."""
+    """Return the sharding rule of an MLIR op by Shardy; None if it has none."""
     read = mlir.read_rule(op)
     if read is None:
         return None
@@ -17,10 +17,11 @@ def sharding_rule(op: Any) -> Rule | None:
 
 
 def updating_rule(rule: Rule) -> Rule:
-    """Return the rule of a `dynamic_update_slice`, in which only the updated tensor may be split along sliced dims.
+    """Return the rule of a `dynamic_update_slice` in which permutation factors of the result become parallel.
 
-    Shardy in jax 0.10 has this rule. In jax 0.11 Shardy marks the dims of both operands as `permutation`, but XLA
-    splits them as before.
+    Other permutation factors need replication. Thus only the updated tensor may be split along sliced dims. Shardy in
+    jax 0.10 has this rule. In jax 0.11 Shardy marks the dims of both operands as `permutation`, but XLA splits them as
+    before.
     """
     result_factors = {factor for dims in rule.results for dim in dims for factor in dim}
     kinds = (
@@ -35,6 +36,8 @@ def updating_rule(rule: Rule) -> Rule:
 
 
 def gathering_rule(rule: Rule) -> Rule:
-    """Return the rule of a reduction that no collective combines: dims that it reduces stay whole."""
+    """Return the rule of a reduction that no collective combines: dims that it reduces (reduction factors) stay
+    whole.
+    """
     kinds = (FactorKind.NEED_REPLICATION if kind is FactorKind.REDUCTION else kind for kind in rule.kinds)
     return dataclasses.replace(rule, kinds=tuple(kinds))

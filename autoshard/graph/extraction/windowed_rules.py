@@ -11,6 +11,7 @@ from autoshard.mlir import convolution_dims, shifted_dims, windowed_dims
 
 
 _Mapping = tuple[tuple[tuple[int, ...], ...], ...]
+"""Factors of each dim of each tensor on one side of a rule."""
 
 
 class _Draft:
@@ -28,11 +29,12 @@ class _Draft:
         return len(self.sizes) - 1
 
     def rule(self) -> tuple[Rule, dict[int, int]]:
-        """Return the rule without unused factors, and the new number of every factor."""
+        """Return the rule without unused factors, and the new number of each remaining factor by its old one."""
         used = sorted({f for dims in (*self.operands, *self.results) for dim in dims for f in dim})
         number = {f: n for n, f in enumerate(used)}
 
         def renamed(side: list[list[tuple[int, ...]]]) -> _Mapping:
+            """Return the factors of one side under their new numbers."""
             return tuple(tuple(tuple(number[f] for f in dim) for dim in dims) for dims in side)
 
         kinds = tuple(self.kinds[f] for f in used)
@@ -50,8 +52,12 @@ def windowed_rule(
 ) -> tuple[Rule, tuple[Halo, ...]]:
     """Return the rule of a windowed op and its halos; dims that no halo can split keep Shardy's factors.
 
-    A factor of a windowed dim has the size whose divisors split the dim evenly. Spatial dims of a convolution that no
-    halo can split stay whole. With `split=False` no windowed dim gets a halo.
+    - `kind`, `attributes`: kind and MLIR attributes of the op.
+    - `rule`: Shardy's rule.
+    - `split`: False to give no windowed dim a halo.
+
+    A factor of a windowed dim has the size whose divisors split the dim evenly. It is a reduction if the op sums over
+    the dim, else a permutation. Spatial dims of a convolution that no halo can split stay whole.
     """
     draft = _Draft(rule)
     shapes = [t.shape for t in operands]
@@ -82,7 +88,11 @@ def windowed_rule(
 def _part_from_places(
     draft: _Draft, attributes: Mapping[str, Any], shape: Sequence[int], own: AbstractSet[int]
 ) -> None:
-    """Turn dims that a pad cuts as much as it lengthens into permutations.
+    """Give dims that a pad cuts as much as it lengthens a permutation factor of their own.
+
+    - `draft`: rule to change in place.
+    - `shape`: shape of the pad's operand.
+    - `own`: factors of halos, which stay as they are.
 
     Shardy treats the dims as parallel, since operand and result have equal sizes although elements move.
     """
@@ -93,10 +103,10 @@ def _part_from_places(
 
 
 def offsets(kind: str, rule: Rule | None, cut: Cut, halos: tuple[Halo, ...]) -> tuple[tuple[int, int], ...]:
-    """Return (factor, places) for every factor of a slice or pad that selects contiguous elements.
+    """Return (factor, places) for every permutation factor of a slice or pad that selects contiguous elements.
 
     The result begins `places` elements after the operand's beginning, or before it if negative. Factors that halos
-    split, and dims with gaps or strides, are left out.
+    split, and dims with gaps or strides, are left out. Other kinds, and ops without a rule, give none.
     """
     if rule is None or kind not in ("slice", "pad"):
         return ()

@@ -14,11 +14,13 @@ from autoshard.graph.records import OpClass, OpGraph, is_batched
 
 
 Buffer = tuple[int, int, int]
-"""The (tensor, start, stop) of a live range, in op ids."""
+"""The (tensor, start, stop) of a live range, in op ids, `stop` excluded."""
 
 _MATMULS = frozenset({"dot_general", "convolution"})
 _VIEWS = frozenset({"reshape", "transpose", "broadcast_in_dim", "sharding_constraint"})
+"""Ops that copy no values, through which a stored dtype is traced."""
 _PLACED = frozenset({"reshape", "transpose", "slice"})
+"""Ops that lay out a stack before a loop."""
 
 
 def stored_buffers(
@@ -28,14 +30,16 @@ def stored_buffers(
     updated: Collection[int] = (),
     narrows_stacks: bool = True,
 ) -> tuple[tuple[Buffer, ...], Mapping[Buffer, int]]:
-    """Return extra buffers for copied stacks, and bytes per element of every buffer whose dtype is not its tensor's.
+    """Return extra buffers for copied stacks, sorted, and bytes per element of every buffer whose dtype is not its
+    tensor's.
 
+    - `buffers`: live ranges of stored tensors.
     - `wide`: the result of `widened_values`.
     - `updated`: arguments that are overwritten; nested loops copy their stacks.
     - `narrows_stacks`: True if a stack is narrowed before the loop, which adds a narrow copy. GPU compilers narrow each
       slice in the loop instead.
 
-    Evidence: docs/compiler_behaviour.md, "Narrow copies of stacks".
+    The map has the extra buffers too. Evidence: docs/compiler_behaviour.md, "Narrow copies of stacks".
     """
     widths: dict[Buffer, int] = {}
     for buffer in buffers:
@@ -59,7 +63,11 @@ def _itemsize(graph: OpGraph, tensor: int) -> int:
 
 
 def widened_values(graph: OpGraph) -> dict[int, int]:
-    """Map results of matmuls that are stored as a wider value computed from them to that value's bytes per element."""
+    """Map results of matmuls that are stored as a wider value computed from them to that value's bytes per element.
+
+    The wider value ends a chain of pointwise ops in the same block, each the only user of the one before. At least one
+    is no convert.
+    """
     widths = {}
     for op in graph.ops:
         if op.kind not in _MATMULS:
@@ -76,7 +84,8 @@ def widened_values(graph: OpGraph) -> dict[int, int]:
 
 
 def _copied(graph: OpGraph, updated: Collection[int]) -> dict[Buffer, int]:
-    """Return copies of updated stacks that a nested loop slices, such as the layers of each microbatch.
+    """Return copies of updated stacks that a nested loop slices, such as the layers of each microbatch, with bytes per
+    element. A copy is live during the outermost loop.
 
     The compiler cannot prove that the outer loop leaves these stacks unchanged. Evidence: docs/compiler_behaviour.md,
     "Stacks copied for nested loops".
@@ -124,7 +133,8 @@ def _filled_narrow(graph: OpGraph, sliced: bool) -> dict[int, int]:
 def _stored_width(graph: OpGraph, tensor: int, sliced: bool) -> int:
     """Return the bytes per element of the widest convert of a tensor or of its views.
 
-    If other ops read the tensor, its own bytes per element are returned.
+    If other ops read the tensor, if nothing does, or if it is returned, its own bytes per element are returned. With
+    `sliced` slices of layers count as views, and converts that batched matmuls read count as other ops.
     """
     own, width = _itemsize(graph, tensor), 0
     if tensor in graph.returned:
@@ -148,14 +158,15 @@ def _feeds_batched(graph: OpGraph, tensor: int) -> bool:
 
 
 def _outermost(graph: OpGraph, loop: int) -> int:
-    """Return the outermost loop around a loop."""
+    """Return the outermost loop around a loop; the loop unchanged if no other is around it."""
     while graph.loops[loop].parent >= 0:
         loop = graph.loops[loop].parent
     return loop
 
 
 def _laid_out(graph: OpGraph, tensor: int) -> int:
-    """Return the source of a value outside of loops, through layout ops and slices.
+    """Return the tensor from which a value outside of loops is made by layout ops and slices; a value in a loop
+    unchanged.
 
     Layers that are stacked along another dim than the first are transposed before a loop. Layers of pipeline stages are
     split and put next to each other.
@@ -166,11 +177,12 @@ def _laid_out(graph: OpGraph, tensor: int) -> int:
 
 
 def _converted(graph: OpGraph) -> tuple[dict[Buffer, int], dict[int, int]]:
-    """Return the narrow copies of stacks that loops narrow slice by slice, and the values between stack and convert.
+    """Return the narrow copies of argument stacks that loops narrow slice by slice, and the values between stack and
+    convert.
 
-    A copy is live from the first to the last of these loops. The second result maps slices of such stacks, and
-    selections among slices, to bytes per element. Converts that the compiler inserts do not count: it rounds slice by
-    slice (decoders in float32, v4 and v5e).
+    Both results map to bytes per element. A copy is live from the first to the last of these outermost loops. The
+    values between are slices of such stacks, and selections among slices. Converts that the compiler inserts do not
+    count: it rounds slice by slice (decoders in float32, v4 and v5e).
     """
     spans: dict[tuple[int, int], tuple[int, int]] = {}
     between: dict[int, int] = {}
@@ -193,7 +205,7 @@ def _converted(graph: OpGraph) -> tuple[dict[Buffer, int], dict[int, int]]:
 
 
 def _sliced(graph: OpGraph, tensor: int) -> tuple[set[int], set[int]]:
-    """Return the stacks among whose slices a value in a loop is selected, and the values between.
+    """Return the stacks of whose layers a value in a loop is a slice or a selection, and the values between.
 
     Both sets are empty if the value is anything else.
     """

@@ -17,9 +17,10 @@ from autoshard.graph.records import Op, OpClass, OpGraph
 def fuse_epilogues(graph: OpGraph, analysis: FusionAnalysis) -> FusionAnalysis:
     """Fuse pointwise fusions into the matmuls whose results they read, and sums into the kernels of their inputs.
 
-    A pointwise fusion that becomes an epilogue does not read the matmul's result; its own result is stored instead.
-    Several fusions join one matmul if only matmuls and sums read their results. A fused sum reads only its small
-    operands.
+    Return the analysis with changed `fusions`, `stores` and `materialised`. A pointwise fusion that becomes an epilogue
+    does not read the matmul's result; its own result is stored instead. If it could join several matmuls, it joins the
+    last. Several fusions, at most `MOST_MADE`, join one matmul if only matmuls and sums read their results. A fused sum
+    reads only its small operands.
     """
     fusions, matmuls = analysis.fusions, analysis.matmuls
     readers: dict[int, list[int]] = {}
@@ -33,7 +34,9 @@ def fuse_epilogues(graph: OpGraph, analysis: FusionAnalysis) -> FusionAnalysis:
     able = {number: _epilogue_sources(graph, analysis, fusion) for number, fusion in enumerate(fusions)}
 
     def takers(source: int, fusion: Fusion) -> list[int]:
-        """Return the fusions that read a matmul's result, without the sums that `fusion` computes in its own kernel."""
+        """Return the numbers of the fusions that read a matmul's result, without the sums that `fusion` computes in its
+        own kernel.
+        """
         return [
             n
             for n in readers[source]
@@ -72,13 +75,17 @@ def fuse_epilogues(graph: OpGraph, analysis: FusionAnalysis) -> FusionAnalysis:
 
 
 def _fused(analysis: FusionAnalysis, fusions: Sequence[Fusion], stores: Mapping[int, int]) -> FusionAnalysis:
-    """Return the analysis with other fusions, in which the kernels of matmuls store other values."""
+    """Return the analysis with other fusions and `stores`; values that `stores` replaces are no longer materialised."""
     materialised = analysis.materialised - stores.keys()
     return dataclasses.replace(analysis, fusions=fusions, stores=stores, materialised=materialised)
 
 
 def _epilogue_sources(graph: OpGraph, analysis: FusionAnalysis, fusion: Fusion) -> list[int]:
-    """Return the matmul results that a fusion reads as a whole, and whose kernels may compute the fusion."""
+    """Return the matmul results that a fusion reads as a whole, and whose kernels may compute the fusion.
+
+    The fusion must be pointwise and write one value. A result must have as many elements, lie in the same block, and be
+    neither pinned nor the base of a slice.
+    """
     root = graph.ops[fusion.root]
     if root.op_class is not OpClass.POINTWISE or len(fusion.writes) != 1 or fusion.moved != fusion.writes:
         return []
@@ -113,7 +120,9 @@ def _is_fused_sum(graph: OpGraph, analysis: FusionAnalysis, fusion: Fusion, othe
 
 
 def _large_reads(graph: OpGraph, fusion: Fusion) -> list[int]:
-    """Return the values read by a sum, without those at least `SMALL` times smaller than its input."""
+    """Return the values read by a sum, without those at least `SMALL` times smaller, in elements, than its largest
+    operand.
+    """
     elements = max(graph.tensors[t].elements for t in graph.ops[fusion.root].operands)
     return [t for t in fusion.reads if graph.tensors[t].elements * SMALL > elements]
 
@@ -155,7 +164,12 @@ def _fuse_sums(
 
 
 def fuse_gpu_epilogues(graph: OpGraph, analysis: FusionAnalysis) -> FusionAnalysis:
-    """Return the analysis after GPU matmuls compute their epilogues."""
+    """Fuse chains of elementwise ops into the GPU matmuls whose results they read; return the analysis with these
+    changes.
+
+    The chain must be a whole fusion that writes one value. Matmuls that XLA computes as sums, or whose results are
+    pinned, fuse nothing.
+    """
     fusions, made, stores = analysis.fusions, list(analysis.fusions), dict[int, int]()
     number_of = {fusion.root: number for number, fusion in enumerate(fusions)}
     for fusion in fusions:
@@ -173,7 +187,11 @@ def fuse_gpu_epilogues(graph: OpGraph, analysis: FusionAnalysis) -> FusionAnalys
 
 
 def _end_of_chain(graph: OpGraph, analysis: FusionAnalysis, tensor: int) -> int:
-    """Return the last elementwise op of a chain from a value, each with one consumer; -1 for none."""
+    """Return the id of the last elementwise op of a chain from a value, each with one consumer; -1 for none.
+
+    An op of the chain has the value's shape and block, does not widen it, and its other operands are small
+    (`_is_small`). A pinned value ends the chain.
+    """
     own, last, consumers = graph.tensors[tensor], -1, analysis.consumers
     while len(set(consumers[tensor])) == 1:
         op = graph.ops[consumers[tensor][0]]
@@ -194,7 +212,9 @@ def _end_of_chain(graph: OpGraph, analysis: FusionAnalysis, tensor: int) -> int:
 
 
 def _is_small(graph: OpGraph, tensor: int, elements: int) -> bool:
-    """Return True if a value is small, or repeats a small one."""
+    """Return True if a value has at least `SMALL` times fewer elements than `elements`, or repeats such a value or a
+    generated one.
+    """
     while graph.tensors[tensor].elements * SMALL > elements:
         maker = graph.maker(tensor)
         if maker is None or maker.op_class not in (OpClass.FREE, OpClass.VIEW):
@@ -206,6 +226,7 @@ def _is_small(graph: OpGraph, tensor: int, elements: int) -> bool:
 
 
 _MOVES = frozenset({"slice", "dynamic_update_slice"})
+"""Ops besides pointwise ones that may share a kernel."""
 _MOST = 8
 """Largest number of results of one kernel."""
 
@@ -217,16 +238,18 @@ class _Kernel:
     first: int
     """Root op of its first fusion; all operands of the kernel exist before this op."""
     elements: int
+    """Number of elements that each of its fusions writes."""
     seen: set[int]
     """Values that the kernel reads or writes."""
     results: int = 1
+    """Number of its fusions."""
 
 
 def fuse_siblings(graph: OpGraph, fusions: Sequence[Fusion]) -> list[Fusion]:
-    """Fuse sibling elementwise fusions of equal size that read the same values into one kernel.
+    """Return the fusions after sibling elementwise fusions of equal size that read the same values share one kernel.
 
     A fusion that joins an earlier kernel is marked `is_fused_sibling`, and no longer reads the values that this kernel
-    reads or writes.
+    reads or writes. It joins the first kernel that allows it (`_may_join`); positions in the list do not change.
     """
     merged = list(fusions)
     kernels: dict[int, list[_Kernel]] = defaultdict(list)
@@ -256,7 +279,11 @@ def _is_light(op: Op) -> bool:
 
 
 def _may_join(graph: OpGraph, kernel: _Kernel, fusion: Fusion, root: Op, size: int) -> bool:
-    """Return True if a fusion can be computed in a kernel: equal size and block, and all its operands available."""
+    """Return True if a fusion can be computed in a kernel.
+
+    It must write `size` elements as the kernel does, and lie in the same block. It may read only what the kernel reads
+    or writes, and what exists before the kernel. The kernel must have fewer than `_MOST` results.
+    """
     if kernel.results >= _MOST or kernel.elements != size or graph.ops[kernel.first].loop != root.loop:
         return False
     return all(t in kernel.seen or graph.tensors[t].producer < kernel.first for t in fusion.reads)

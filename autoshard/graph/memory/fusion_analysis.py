@@ -31,9 +31,11 @@ that are so many times smaller than a value do not decide if the value is stored
 TILED = 2
 """Number of minor dims of a tensor that are laid out in register tiles."""
 _WRITERS = frozenset({"reduce", "case", "if", "dynamic_update_slice", TO_DEVICE})
+"""Kinds of ops whose results are always stored."""
 _PASSING = frozenset({"sharding_constraint", IN, OUT})
 """Ops that define how a value is split, and that move no data themselves."""
 _FUSED_MOVES = frozenset({"slice", "concatenate", "pad", "reverse"})
+"""Heavy ops that move data and that fuse like pointwise ops."""
 _MANY = 8
 """Largest number of fusion ends that are tracked for one value."""
 
@@ -61,7 +63,9 @@ class Fusion:
     """One kernel: its root op, the values that it writes, and the values in memory that it reads."""
 
     root: int
+    """Id of the op that computes its last value."""
     writes: tuple[int, ...]
+    """Tensors that the kernel stores."""
     reads: tuple[int, ...]
     """Tensors read from memory; a slice of a stored stack stands for the slice's bytes, not the stack's."""
     moved: tuple[int, ...]
@@ -75,6 +79,7 @@ class FusionAnalysis:
     """Facts about the values and kernels of one graph, collected stage by stage."""
 
     rules: FusionRules
+    """The compiler's rules of fusion."""
     kept: frozenset[int]
     """Arguments that are not donated, live throughout."""
     updates: Mapping[int, int]
@@ -88,7 +93,7 @@ class FusionAnalysis:
     consumers: Sequence[Sequence[int]]
     """Ids of the ops that read each value, also through ops that move no data or only widen it."""
     passing: frozenset[int]
-    """Ops whose result is their operand."""
+    """Ops whose result is their operand in memory: constraints and ends of regions."""
     pinned: frozenset[int]
     """Values that are stored in any case."""
     matmuls: frozenset[int]
@@ -98,7 +103,7 @@ class FusionAnalysis:
     ends: Sequence[frozenset[int] | None] = ()
     """For each tensor the fusion-ending ops that its consumers lead to; None for more than `_MANY`."""
     joins: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    """Maps values with several users that one kernel computes to the op where their paths join."""
+    """Maps each value with several users that one kernel computes to the op where their paths join."""
     reach: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)
     """Maps each tensor to the stored tensors from which it is computed."""
     bases: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)
@@ -106,24 +111,33 @@ class FusionAnalysis:
     materialised: frozenset[int] = frozenset()
     """Tensors that reach memory."""
     fusions: Sequence[Fusion] = ()
+    """Kernels in program order."""
     overwritten: Sequence[tuple[int, int]] = ()
     """The (value, value that overwrites it) pairs."""
     stores: Mapping[int, int] = dataclasses.field(default_factory=dict)
     """Maps the unstored result of a matmul or convolution to the value that its kernel stores instead."""
 
     def ends_fusion(self, op: Op) -> bool:
-        """Return True for an op that ends its fusion: its result is stored in any case."""
+        """Return True for an op that ends its fusion: its result is stored in any case.
+
+        Such an op is a writer, a kernel of its own, or computes a pinned value.
+        """
         return op.kind in _WRITERS or op.id in self.kernels or not self.pinned.isdisjoint(op.results)
 
     def stored_sources(self, read: int) -> Collection[int]:
-        """Return the stored values that a fusion reads: the stacks of a slice, or the value itself."""
+        """Return the stored values that a fusion reads: the stacks of which `read` is a slice, or `read` itself."""
         return self.bases.get(read, (read,))
 
 
 def begin_analysis(
     graph: OpGraph, kept: Collection[int], updates: Mapping[int, int], rules: FusionRules
 ) -> FusionAnalysis:
-    """Return the facts that no decision about stored values changes; the arguments are those of `analyse`."""
+    """Return the facts that no decision about stored values changes.
+
+    - `kept`: arguments that are not donated.
+    - `updates`: result by argument that it overwrites.
+    - `rules`: the compiler's rules of fusion.
+    """
     wide, loop_inputs = widened_values(graph), sliced_loop_inputs(graph)
     sizes = [t.elements * wide[t.id] if t.id in wide else t.bytes for t in graph.tensors]
     consumers = [[op.id for op in users] for users in graph.users]
@@ -157,7 +171,7 @@ def begin_analysis(
 
 
 def _widens(graph: OpGraph, op: Op) -> bool:
-    """Return True for a convert to a wider dtype in the block in which its operand is computed."""
+    """Return True for a pointwise convert to a wider dtype in the block in which its operand is computed."""
     if op.kind != "convert" or op.op_class is not OpClass.POINTWISE:
         return False
     source, result = graph.tensors[op.operands[0]], graph.tensors[op.results[0]]
@@ -165,7 +179,7 @@ def _widens(graph: OpGraph, op: Op) -> bool:
 
 
 def _takes_stored(graph: OpGraph, op: Op) -> bool:
-    """Return True for a constraint on an argument or on a slice of a stack.
+    """Return True for a constraint on an argument or on a slice of a stack, also through casts and layout ops.
 
     Its gathered result needs memory in addition to the stored value.
     """
@@ -182,8 +196,9 @@ def _takes_stored(graph: OpGraph, op: Op) -> bool:
 
 
 def _copied_into_stacks(graph: OpGraph) -> set[int]:
-    """Return the constraints whose results a loop writes into a stack; these are collectives' results, which are
-    copied.
+    """Return the constraints whose results a loop writes into a stack, directly or through ops of one operand.
+
+    These are collectives' results, which are copied.
     """
     constraints = set()
     for op in graph.ops:
@@ -200,7 +215,8 @@ def _copied_into_stacks(graph: OpGraph) -> set[int]:
 
 
 def _is_kernel(graph: OpGraph, op: Op, tiled: bool) -> bool:
-    """Return True for an op that compilers emit as a separate kernel.
+    """Return True for an op that compilers emit as a separate kernel: heavy ops, but not slices, concatenations, pads,
+    reverses.
 
     With `tiled` layouts, as on TPUs, such ops include pads with places between elements, and slices that step through a
     tiled dim.
@@ -212,7 +228,9 @@ def _is_kernel(graph: OpGraph, op: Op, tiled: bool) -> bool:
 
 
 def _ends_of(graph: OpGraph, analysis: FusionAnalysis) -> list[frozenset[int] | None]:
-    """Return `FusionAnalysis.ends`."""
+    """Return `FusionAnalysis.ends`: for each tensor the ops that end the fusions it is computed in, or None beyond
+    `_MANY`.
+    """
     ends_by_tensor: list[frozenset[int] | None] = [frozenset()] * len(graph.tensors)
     for op in reversed(graph.ops):
         for tensor in op.results:
@@ -240,7 +258,9 @@ def _joins(graph: OpGraph, consumers: Sequence[Sequence[int]], apart: Collection
     joins: dict[int, int] = {}
 
     def first_common_op(users: Sequence[int], loop: int) -> int:
-        """Return the first op common to all paths from `users`; -1 if there is none."""
+        """Return the first pointwise op of the block `loop` that is common to all paths from `users`; -1 if there is
+        none.
+        """
         at = -1
         for number, user in enumerate(sorted(set(users))):
             other = graph.ops[user]
@@ -271,15 +291,17 @@ def _joins(graph: OpGraph, consumers: Sequence[Sequence[int]], apart: Collection
 
 
 def _plain_matmuls(graph: OpGraph) -> frozenset[int]:
-    """Return convolutions, dots without batch dims, and matmuls of pipeline stages; `Softmax` covers attention."""
+    """Return ids of convolutions, dots without batch dims, and matmuls of pipeline stages; `Softmax` covers
+    attention.
+    """
     matmuls = (op for op in graph.ops if op.kind in ("dot_general", "convolution") and op.rule is not None)
     return matmuls_of_stages(graph).union(op.id for op in matmuls if not is_batched(op))
 
 
 def matmuls_of_stages(graph: OpGraph) -> frozenset[int]:
-    """Return the matmuls of pipeline loops whose one batch dim is the dim of stages.
+    """Return ids of the matmuls in pipeline loops whose one batch dim, their first, is the dim of stages.
 
-    A pipeline loop is one that rotates the stages' results by one place.
+    A pipeline loop is one that rotates a stack of the stages' results by one place, in either direction.
     """
     stages: dict[int, int] = {}
     for op in graph.ops:

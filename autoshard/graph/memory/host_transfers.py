@@ -7,21 +7,26 @@ from autoshard import mlir
 from autoshard.graph.records import Op, OpClass, OpGraph, is_batched
 
 
+# Kinds of the ops that move a value to the host's memory, and back to the device's.
 TO_HOST, TO_DEVICE = "to_host", "to_device"
 INTO_STACKS = frozenset({"dynamic_update_slice", "broadcast_in_dim", "reshape"})
 """Ops that insert a value into a stack as one slice."""
 _PASSING = INTO_STACKS | {"transpose", "copy", "sharding_constraint"}
+"""Ops whose results lie in the same memory as their operand."""
 
 
 def placement_kind(call: Any) -> str | None:
-    """Return the op kind of a placement call; None for any other call."""
+    """Return `to_host` or `to_device` for a custom call that places a value; None for any other call."""
     if mlir.target_name(call) != mlir.PLACEMENT:
         return None
     return TO_HOST if mlir.is_sent_to_host(call) else TO_DEVICE
 
 
 def hosted(graph: OpGraph) -> frozenset[int]:
-    """Return the tensors in the host's memory: results of `to_host`, and slices, stacks and carried values of them."""
+    """Return the tensors in the host's memory: results of `to_host`, and slices, stacks and carried values of them.
+
+    Results of `to_device` are not among them.
+    """
     tensors = {t for op in graph.ops if op.kind == TO_HOST for t in op.results}
     before = -1
     while tensors and len(tensors) != before:
@@ -47,7 +52,9 @@ def in_transit(
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (tensor, start, stop) of the extra buffer that each transfer in a loop needs for a value in transit.
 
-    `reach` maps each tensor to the stored values from which it is computed.
+    `reach` maps each tensor to the stored values from which it is computed. A fetched value has one during its loop. So
+    have the sources of a value that is sent into a stack, until the next fetching loop begins. A loop that sends and
+    fetches needs none.
     """
     sent, fetched = (_moving(graph, kind) for kind in (TO_HOST, TO_DEVICE))
     # A loop that sends and fetches, as an update of state on the host, needs one layer's buffer only.
@@ -66,14 +73,16 @@ def in_transit(
 
 
 def is_copied(shape: Sequence[int]) -> bool:
-    """Return True if stacks of values of this shape [B, S, D] are copied for the loop's peeled trip."""
+    """Return True if stacks of values of this shape are copied for the loop's peeled trip: [B, S, D] with S >= D."""
     return len(shape) == 3 and shape[-2] >= shape[-1]
 
 
 def copied_stacks(graph: OpGraph, hosted: frozenset[int]) -> Iterator[tuple[int, int, int]]:
     """Yield (tensor, start, stop) of copies of stacks that stay on the device while others are offloaded.
 
-    These stacks store the values with which trips begin, such as layer inputs.
+    These stacks store the values with which trips begin, such as layer inputs, in a loop that offloads and attends. A
+    copy is live from that loop's end to the end of the loop that reads the stack. `tensor` is the stack inside the
+    loop's body.
     """
     sending = {op.loop for op in _moving(graph, TO_HOST) if _is_stacked(graph, op.results[0])}
     fetching = {op.loop for op in _moving(graph, TO_DEVICE)}
@@ -94,18 +103,20 @@ def copied_stacks(graph: OpGraph, hosted: frozenset[int]) -> Iterator[tuple[int,
 
 
 def _behind(tensor: int, shaped: Mapping[int, int]) -> int:
-    """Return the tensor that reshapes, broadcasts and constraints turn into `tensor`."""
+    """Return the tensor that reshapes, broadcasts and constraints turn into `tensor`; `shaped` maps their results to
+    operands.
+    """
     while tensor in shaped:
         tensor = shaped[tensor]
     return tensor
 
 
 def _moving(graph: OpGraph, kind: str) -> list[Op]:
-    """Return the ops of a kind in loops, without those in branches of conditionals."""
+    """Return the ops of a kind in loops, in program order, without those in branches of conditionals."""
     return [op for op in graph.ops if op.kind == kind and op.loop >= 0 and not graph.loops[op.loop].branches]
 
 
 def _is_stacked(graph: OpGraph, tensor: int) -> bool:
-    """Return True if a value is only inserted into stacks."""
+    """Return True if a value has users and all of them insert it into stacks."""
     users = graph.users[tensor]
     return bool(users) and all(op.kind in INTO_STACKS for op in users)

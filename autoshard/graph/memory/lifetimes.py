@@ -7,11 +7,16 @@ from autoshard.graph.records import OpClass, OpGraph
 
 
 Buffers = tuple[tuple[int, int, int], ...]
-"""Live ranges (tensor, start, stop) in op ids."""
+"""Live ranges (tensor, start, stop) in op ids, `stop` excluded."""
 
 
 def buffers_of(graph: OpGraph, analysis: FusionAnalysis) -> tuple[Buffers, tuple[tuple[int, int], ...], frozenset[int]]:
-    """Return the buffers of stored values, the (tensor, loop) pairs of copies, and `Liveness.reserved`."""
+    """Return the buffers of stored values, the (tensor, loop) pairs of copies, and `Liveness.reserved`.
+
+    A pair is a whole tensor that is copied once in each execution of the block `loop` (-1 outside of loops). Values
+    that share a buffer have one entry, under the name of their home. Arguments begin at 0; results and arguments that
+    are not donated end after the last op.
+    """
     updates, materialised, reach = analysis.updates, analysis.materialised, analysis.reach
     end = len(graph.ops)
     start = {t.id: (t.producer if t.producer >= 0 else 0) for t in graph.tensors}
@@ -56,7 +61,10 @@ def buffers_of(graph: OpGraph, analysis: FusionAnalysis) -> tuple[Buffers, tuple
 
 
 def _written_over(graph: OpGraph, analysis: FusionAnalysis, last: Mapping[int, int]) -> frozenset[int]:
-    """Return the values that the elementwise kernel which reads them last overwrites with its result."""
+    """Return the values that the elementwise kernel which reads them last overwrites with its result.
+
+    Value and result must have one shape, dtype and block. A kernel overwrites one value at most, and no argument.
+    """
     overwritten = set()
     for fusion in analysis.fusions:
         if graph.ops[fusion.root].op_class is not OpClass.POINTWISE or len(fusion.writes) != 1:
@@ -72,16 +80,17 @@ def _written_over(graph: OpGraph, analysis: FusionAnalysis, last: Mapping[int, i
 
 
 def _delay_updates(graph: OpGraph, analysis: FusionAnalysis, start: dict[int, int], last: dict[int, int]) -> None:
-    """Let updated state without other readers be written when the old state's last reader is done.
+    """Move the start of updated state without other readers to the last read of the old state, in place in `start` and
+    `last`.
 
     State that is stored narrower than it is updated needs this. The parameter depends on wide moments, which are never
-    stored, and so on the old moments. Compilers write parameter and moments in one kernel, over the old ones.
-
-    Evidence: docs/compiler_behaviour.md, "Update of narrow state".
+    stored, and so on the old moments. Compilers write parameter and moments in one kernel, over the old ones. Evidence:
+    docs/compiler_behaviour.md, "Update of narrow state".
     """
     states = set(analysis.updates.values())
 
     def is_update(fusion: Fusion) -> bool:
+        """Return True if a fusion is pointwise, outside of loops, and writes updated state alone."""
         op = graph.ops[fusion.root]
         return op.op_class is OpClass.POINTWISE and op.loop < 0 and states.issuperset(fusion.writes)
 
@@ -110,8 +119,9 @@ def _share_carried(
 ) -> tuple[dict[int, int], list[tuple[int, int]]]:
     """Merge the buffers of carried values and of values written in place; extend the lifetime of each shared buffer.
 
-    The first result maps a tensor to the outermost carried value, or the first overwritten value, whose buffer it
-    shares. The second lists (carried tensor, loop) of the arguments that loops copy.
+    `start` and `last` (first and last op by tensor) change in place. The first result maps a tensor to the outermost
+    carried value, or the first overwritten value, whose buffer it shares. The second lists (carried tensor, loop around
+    the copying loop) of the arguments that loops copy.
 
     A loop copies its initial value in three cases: the value is generated, is needed later, or starts another carried
     value too. It also copies an argument, unless the loop computes the donated argument's update.
@@ -121,6 +131,7 @@ def _share_carried(
     copied: list[tuple[int, int]] = []
 
     def find(tensor: int) -> int:
+        """Return the home of a tensor in the union-find; a tensor that is new becomes its own."""
         while owner.setdefault(tensor, tensor) != tensor:
             tensor = owner[tensor]
         return tensor

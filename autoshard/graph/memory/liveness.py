@@ -24,12 +24,17 @@ from autoshard.graph.records import OpClass, OpGraph
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Liveness:
-    """Live range of each value that reaches memory, in op ids, half open."""
+    """Fusions of a program, and the live range of each value that reaches memory."""
 
     fusions: tuple[Fusion, ...]
+    """Kernels in program order."""
     materialised: frozenset[int]
+    """Tensors that reach memory."""
     buffers: tuple[tuple[int, int, int], ...]
-    """Live ranges (tensor, start, stop); a loop's carried value has one buffer, named by the tensor inside the body."""
+    """Live ranges (tensor, start, stop) in op ids, half open, sorted.
+
+    A loop's carried value has one buffer, named by the tensor inside the body.
+    """
     widths: Mapping[tuple[int, int, int], int] = dataclasses.field(default_factory=dict)
     """Bytes per element of the buffers that store their tensor in another dtype (see `stored_buffers`)."""
     reserved: frozenset[int] = frozenset()
@@ -52,7 +57,7 @@ class Liveness:
     """Maps an operand that matmul kernels compute themselves to the ratio of bytes read for it to its own bytes."""
 
     def itemsize(self, graph: OpGraph, buffer: tuple[int, int, int]) -> int:
-        """Return the bytes of one element of a buffer."""
+        """Return the bytes of one element of a buffer (a triple of `buffers`) in its stored dtype."""
         record = graph.tensors[buffer[0]]
         return self.widths.get(buffer) or record.itemsize
 
@@ -67,9 +72,11 @@ def analyse(
     """Return the fusions, and the lifetime of every value that reaches memory.
 
     - `kept`: arguments that are not donated, live throughout.
-    - `updates`: for donated state, maps each argument tensor to the result tensor that overwrites it.
-    - `rules`: rules of the compiler; default: those of CPUs.
-    - `softmaxes`: the result of `find_softmaxes`; passed on to the liveness.
+    - `updates`: for donated state, maps each argument tensor to the result tensor that overwrites it; None for no
+      state.
+    - `rules`: rules of the compiler; None for those of CPUs.
+    - `softmaxes`: the result of `find_softmaxes`. Their tensors get no buffers here, and they become
+      `Liveness.softmaxes`.
     """
     rules = rules or FusionRules()
     analysis = store_values(graph, begin_analysis(graph, kept, updates or {}, rules))
@@ -116,7 +123,7 @@ def analyse(
 
 
 def _gpu_traffic(graph: OpGraph, analysis: FusionAnalysis, relaid: Collection[RelaidStack]) -> Iterator[ExtraTraffic]:
-    """Yield the copies of stacks into other layouts, and the writes of constants that start a loop."""
+    """Yield the copies of stacks into other layouts and back, and the writes of constants that start a loop."""
     for stack in relaid:
         yield from (ExtraTraffic(t, stack.loop.parent, 2) for t in (stack.source, stack.result) if t >= 0)
     for loop in graph.loops:
@@ -130,7 +137,8 @@ def defer_weight_gradients(graph: OpGraph, liveness: Liveness) -> Liveness:
     """Return the liveness with the weight gradients that some compilers schedule after the backward loop.
 
     The matmuls are those outside of loops whose result is first needed after a later loop. Their inputs stay live until
-    the last loop before that use is done. Evidence: docs/compiler_behaviour.md, "Deferred weight gradients".
+    the last outermost loop before that use is done. Fusions do not change. Evidence: docs/compiler_behaviour.md,
+    "Deferred weight gradients".
     """
     outer_loops = [loop for loop in graph.loops if loop.parent < 0]
     needed = _needed(graph)
@@ -155,9 +163,10 @@ def defer_weight_gradients(graph: OpGraph, liveness: Liveness) -> Liveness:
 
 
 def _needed(graph: OpGraph) -> dict[int, int]:
-    """Map each tensor to the first op that needs it.
+    """Map each tensor to the id of the first op that needs it; to the number of ops if none does.
 
-    Elementwise ops outside of loops do not count, since compilers defer them too.
+    Elementwise ops and views outside of loops do not count, since compilers defer them too; their own first need does.
+    An initial value is needed where its loop starts.
     """
     needed = dict.fromkeys(range(len(graph.tensors)), len(graph.ops))
     for loop in graph.loops:

@@ -22,10 +22,15 @@ MOST_MADE = 4
 _FEW = 64
 """Largest number of values that are followed from a matmul's result."""
 _PARTS = frozenset({"slice", "pad"})
+"""Kinds of ops that read a part of a value."""
 
 
 def store_values(graph: OpGraph, analysis: FusionAnalysis) -> FusionAnalysis:
-    """Return the analysis with the stored values, the fusions that store them, and what each value is computed from."""
+    """Return the analysis with `materialised`, `fusions`, `reach`, `bases` and `overwritten` filled in.
+
+    Values without a producer are stored. A layer's slice, and a slice of one stored value, count as a part of it. An
+    update in place moves only the inserted slice.
+    """
     deciding = _StoreDecision(graph, analysis, _latest_makers(graph))
     materialised = {tensor.id for tensor in graph.tensors if tensor.producer < 0}
     reach = {tensor: frozenset((tensor,)) for tensor in materialised}
@@ -74,10 +79,10 @@ def store_values(graph: OpGraph, analysis: FusionAnalysis) -> FusionAnalysis:
 
 
 def _is_overwritten(graph: OpGraph, analysis: FusionAnalysis, op: Op, materialised: Collection[int]) -> bool:
-    """Return True if an update is written in place: its operand belongs to the same loop and has no later use.
+    """Return True if an update is written in place: its stored operand belongs to the same block and has no later use.
 
-    A layer sliced from a stack, or a value inside a fusion, is not overwritten: the updated value is written to new
-    memory.
+    The operand is no result of the program, and an argument only if it is donated and updated. A layer sliced from a
+    stack, or a value inside a fusion, is not overwritten: the updated value is written to new memory.
     """
     value = op.operands[0]
     if value not in materialised or graph.tensors[value].loop != op.loop or value in graph.results:
@@ -88,7 +93,10 @@ def _is_overwritten(graph: OpGraph, analysis: FusionAnalysis, op: Op, materialis
 
 
 def _latest_makers(graph: OpGraph) -> list[int]:
-    """Return for every value the latest op with a kernel of its own from which it is computed; -1 for none."""
+    """Return for every value the id of the latest op with a kernel of its own from which it is computed; -1 for none.
+
+    Generated values have none; results of all ops but pointwise ones have their own op.
+    """
     latest = [tensor.producer for tensor in graph.tensors]
     for op in graph.ops:
         if op.op_class is OpClass.FREE or (op.op_class is OpClass.POINTWISE and op.operands):
@@ -108,7 +116,13 @@ class _StoreDecision:
     """Result of `_latest_makers`: for every value its latest kernel."""
 
     def is_stored(self, op: Op, tensor: int, reads: frozenset[int]) -> bool:
-        """Return True if a result of `op`, which is computed from the stored values `reads`, is stored in memory."""
+        """Return True if the result `tensor` of `op`, which is computed from the stored values `reads`, is stored in
+        memory.
+
+        Stored are results of ops that end a fusion, and values that a separate kernel reads, apart from casts and
+        layout ops. So are values with several consumers that would read more bytes to recompute them than storing
+        moves. On TPUs, values that are rounded and summed (`_is_rounded_and_summed`) are not stored.
+        """
         if self.analysis.ends_fusion(op):
             return True
         users, ends = self.analysis.consumers[tensor], self.analysis.ends[tensor]
@@ -146,21 +160,24 @@ class _StoreDecision:
         return before > own
 
     def _source(self, tensor: int) -> int:
-        """Return the value at the start of a chain of casts and layout ops, which matmul kernels apply on load."""
+        """Return the value at the start of the chain of casts and layout ops that ends with `tensor`; matmuls apply
+        them on load.
+        """
         while (maker := self.graph.maker(tensor)) is not None and maker.kind in CHEAP_INTO_MATMUL:
             tensor = maker.operands[0]
         return tensor
 
     def _inside(self, op: Op, user: int) -> bool:
-        """Return True if `user` is a matmul of the op's block that computes the op inside its kernel."""
+        """Return True if the op `user` is a matmul of the op's block that computes the op inside its kernel."""
         return user in self.analysis.matmuls and self.graph.ops[user].loop == op.loop
 
     def _saves_traffic(self, tensor: int, reads: frozenset[int], matmuls: int, kernels: int) -> bool:
         """Return True if storing a value for `matmuls` readers moves fewer bytes than `kernels` kernels that recompute
         it.
 
-        A stored value is computed once, written, and read by each reader. Storing also pays if the preceding matmul's
-        kernel computes the value.
+        A stored value is computed once, written, and read by each reader. Recomputation reads `reads` in every kernel,
+        without those at least `SMALL` times smaller than the value. Storing also pays if the preceding matmul's kernel
+        computes the value.
         """
         sizes, own = self.analysis.sizes, self.analysis.sizes[tensor]
         before = sum(sizes[t] for t in reads if sizes[t] * SMALL > own)
@@ -187,8 +204,8 @@ class _StoreDecision:
     def _leads_from_matmul(self, tensor: int, reads: frozenset[int]) -> bool:
         """Return True if the kernel of a matmul in `reads` also computes and stores `tensor`, which other matmuls read.
 
-        The kernel does so if all values computed from its result are pointwise, and are read by matmuls. The gradient
-        of a gated activation has two such values. The same kernel also computes sums of them.
+        The kernel does so if all values computed from its result are pointwise, of its size, and read by matmuls. The
+        gradient of a gated activation has two such values. The same kernel also computes sums of them.
         """
         graph, last = self.graph, self.graph.ops[self.graph.tensors[tensor].producer]
         if last.op_class is not OpClass.POINTWISE:
@@ -206,7 +223,11 @@ class _StoreDecision:
     def _epilogue_values(self, source: int) -> set[int]:
         """Return the values that matmuls read and that only pointwise ops compute from the matmul result `source`.
 
-        The result is empty if other ops also read such a value, or if one depends on a kernel later than the matmul.
+        The result is empty in three cases:
+
+        - other ops also read such a value;
+        - one depends on a kernel later than the matmul;
+        - there are more than `MOST_MADE`, or more than `_FEW` values in between.
         """
         graph, matmuls = self.graph, self.analysis.matmuls
         loop, maker, values = graph.tensors[source].loop, graph.tensors[source].producer, set[int]()
@@ -236,10 +257,10 @@ class _StoreDecision:
 
 
 def fused_operand_ratios(graph: OpGraph, analysis: FusionAnalysis) -> dict[int, float]:
-    """Return `Liveness.fused_operand_ratios`, for example for a gated activation: its matmul reads two values for one
-    operand.
+    """Return `Liveness.fused_operand_ratios`, all above 1, by operand.
 
-    Weights (arguments and slices of stacks) are left out: they are converted and gathered beforehand.
+    An example is a gated activation: its matmul reads two values for one operand. Weights (arguments and slices of
+    stacks) are left out: they are converted and gathered beforehand. So are operands computed from another block.
     """
     ratios = {}
     for op_id in analysis.matmuls:

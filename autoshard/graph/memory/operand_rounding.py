@@ -19,15 +19,19 @@ from autoshard.graph.records import Op, OpClass, OpGraph, Tensor
 ROUNDING = frozenset({"dot_general", "convolution"})
 """Kinds of ops that round their operands."""
 _MOVES = frozenset({"gather", "concatenate", "reshape", "transpose", "slice"})
+"""Kinds of ops that only move elements."""
 _WIDE, _NARROW, _BYTES = "float32", "bfloat16", 2
 INSERTED = -1
 """Number of an op that is not in the module."""
 
 
 def round_operands(graph: OpGraph) -> OpGraph:
-    """Return the graph with a convert to bfloat16 for every float32 value that matmuls read.
+    """Return the graph with a convert to bfloat16 for every float32 value that matmuls read; `graph` itself if there is
+    none.
 
-    Tensors keep their ids, and new tensors follow. Ops and the spans of loops are renumbered.
+    Generated values are not converted. A value is converted once, after its producer or before its first use. Ops that
+    only move elements for matmuls become bfloat16. Tensors keep their ids, and new tensors follow. Ops and the spans of
+    loops are renumbered.
     """
     moves = _narrow_moves(graph)
     within = {t for op in moves for t in graph.ops[op].results}
@@ -77,9 +81,11 @@ def round_operands(graph: OpGraph) -> OpGraph:
     return dataclasses.replace(graph, tensors=tuple(tensors), ops=tuple(ops), loops=loops, without_rule=without_rule)
 
 
+# Functions that return all fields of an `Op` and of a `Tensor`, in order.
 _OP_FIELDS, _TENSOR_FIELDS = (
     operator.attrgetter(*(field.name for field in dataclasses.fields(record))) for record in (Op, Tensor)
 )
+# Positions of `Op.operands` and `Tensor.producer` among the fields.
 _OPERANDS, _PRODUCER = (
     [field.name for field in dataclasses.fields(record)].index(name)
     for record, name in ((Op, "operands"), (Tensor, "producer"))
@@ -105,19 +111,23 @@ def _with_producer(tensor: Tensor, producer: int) -> Tensor:
 
 
 def _rounds(op: Op) -> bool:
-    """Return True if an op runs on the matrix unit in a single bfloat16 pass."""
+    """Return True if an op is a matmul or convolution that runs on the matrix unit in a single bfloat16 pass.
+
+    Dots that XLA computes as sums give False.
+    """
     if op.kind == "dot_general" and op.rule is not None and is_sum(op.rule):
         return False
     return op.kind in ROUNDING and op.passes == 1
 
 
 def _narrowed(tensor: Tensor, number: int) -> Tensor:
-    """Return the tensor in bfloat16, under another id."""
+    """Return the tensor in bfloat16, with the id `number`."""
     return dataclasses.replace(tensor, id=number, dtype=_NARROW, bytes=tensor.elements * _BYTES)
 
 
 def _narrow_moves(graph: OpGraph) -> set[int]:
-    """Return the ops that only move elements, and only for matmuls.
+    """Return the ids of ops that only move float32 elements, and whose results only matmuls of the same block read,
+    directly or through such ops.
 
     Their operands are rounded before the move, so that the ops move half the bytes.
     """
@@ -134,13 +144,15 @@ def _narrow_moves(graph: OpGraph) -> set[int]:
 
 
 def source_of(graph: OpGraph, tensor: int) -> int:
-    """Return the module's value from which a tensor is rounded, or the tensor itself."""
+    """Return the module's value from which an inserted convert rounds a tensor; the tensor itself if none
+    computes it.
+    """
     maker = graph.maker(tensor)
     return maker.operands[0] if maker is not None and maker.number == INSERTED else tensor
 
 
 def _convert(graph: OpGraph, op_id: int, tensor: int, result: int, user: Op) -> Op:
-    """Build the inserted convert of a tensor, named after the op `user` that needs it."""
+    """Build the inserted convert `op_id` of `tensor` to `result`, named after the op `user` that needs it."""
     record: Tensor = graph.tensors[tensor]
     rule = same_rule([record.shape], [record.shape])
     return Op(
@@ -150,7 +162,7 @@ def _convert(graph: OpGraph, op_id: int, tensor: int, result: int, user: Op) -> 
 
 
 def _first_uses(graph: OpGraph, users: dict[int, list[int]]) -> dict[int, int]:
-    """Map each tensor to the op in its own block before which it is rounded.
+    """Map each tensor to the op in its own block before which it is rounded; `users` lists the matmuls by tensor.
 
     The op is the first matmul, or the first op of the loop that contains the matmul.
     """
@@ -164,7 +176,10 @@ def _first_uses(graph: OpGraph, users: dict[int, list[int]]) -> dict[int, int]:
 
 
 def _spans(graph: OpGraph, ops: list[Op], at: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield for every loop the first op of its body and one past the last, nested loops included."""
+    """Yield for every loop the first op of its body and one past the last, nested loops included.
+
+    `ops` are the renumbered ops, `at` their new ids by old id. A loop without ops has an empty span at its old place.
+    """
     spans: dict[int, tuple[int, int]] = {}
     for op in ops:
         loop = op.loop

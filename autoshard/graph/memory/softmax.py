@@ -46,10 +46,13 @@ class Softmax:
     """A softmax, with its gradient if the two share values."""
 
     cluster: int
+    """Id of the cluster of the scores."""
     loop: int
+    """Loop in which all its ops lie; -1 for none."""
     tensors: frozenset[int]
     """All tensors of the cluster, which have the scores' spec."""
     scores: int
+    """First result of a matmul that leads to an exponential."""
     rows: tuple[int, ...]
     """Dims of `scores` that the softmax sums over."""
     fused: SoftmaxForm
@@ -68,8 +71,11 @@ class _Region:
     """Values of one cluster, and the ops that read or compute them, in program order."""
 
     graph: OpGraph
+    """The whole program."""
     members: frozenset[int]
+    """Tensors of the cluster."""
     ops: tuple[Op, ...]
+    """Ops that compute or read a member, by id."""
 
     def operands_of(self, op: Op) -> list[int]:
         """Return the op's operands in the region."""
@@ -89,10 +95,10 @@ class _Region:
 
 
 def find_softmaxes(graph: OpGraph, structure: Structure) -> tuple[Softmax, ...]:
-    """Return the softmaxes of scores between matmuls with batch dims of the same block.
+    """Return the softmaxes of scores between matmuls with batch dims of the same block, in order of their clusters.
 
-    Clusters with a value that a loop carries, such as saved probabilities, are left out: such values are stored in any
-    case.
+    Clusters with an argument, a result or a value that a loop carries are left out. Such values, for example saved
+    probabilities, are stored in any case.
     """
     stored = {*graph.arguments, *graph.results}
     stored |= {t for loop in graph.loops for c in loop.carries for t in (c.init, c.body, c.update, c.result)}
@@ -106,7 +112,11 @@ def find_softmaxes(graph: OpGraph, structure: Structure) -> tuple[Softmax, ...]:
 
 
 def _softmax(graph: OpGraph, structure: Structure, cluster: Cluster, wide: Mapping[int, int]) -> Softmax | None:
-    """Return the softmax of a cluster; None if the cluster contains none."""
+    """Return the softmax of a cluster; None if the cluster contains none.
+
+    A softmax is an exponential, computed from a batched matmul's result, that a reduction sums. All ops must lie in one
+    block, and a batched matmul must read a value of the cluster. `wide` is the result of `widened_values`.
+    """
     members = frozenset(cluster.tensors)
     ids = {graph.tensors[t].producer for t in members} | {op.id for t in members for op in graph.users[t]}
     region = _Region(graph, members, tuple(graph.ops[i] for i in sorted(ids)))
@@ -137,7 +147,7 @@ def _softmax(graph: OpGraph, structure: Structure, cluster: Cluster, wide: Mappi
 
 
 def _summed(reduce: Op) -> dict[int, int]:
-    """Map each dim of a reduction's operand that it reduces to the dim's size."""
+    """Map each dim of a reduction's operand that it reduces to the dim's size in elements."""
     assert reduce.rule is not None
     sizes, kinds = reduce.rule.sizes, reduce.rule.kinds
     gone = {f for f, kind in enumerate(kinds) if kind is FactorKind.REDUCTION}
@@ -162,7 +172,7 @@ def _form(region: _Region, reach: _Reach, wide: Mapping[int, int], short: Collec
 
     - `reach`: maps every value to the stored values from which it is computed.
     - `wide`: bytes per element of values that are stored wider than typed.
-    - `short`: exponentials that the scores' own matmul computes.
+    - `short`: exponentials with rows of at most `ROW`, which the scores' own matmul computes.
     """
     moved: Counter[int] = Counter()
     readers: dict[int, list[Op]] = defaultdict(list)

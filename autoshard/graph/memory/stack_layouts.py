@@ -9,6 +9,7 @@ from autoshard.graph.records import Loop, Op, OpClass, OpGraph, is_batched
 
 
 _UNMOVED = frozenset({"convert", "reshape", "broadcast_in_dim", "sharding_constraint", "squeeze", "expand_dims"})
+"""Ops that leave the order of elements unchanged."""
 _SMALL = 1 << 20
 """Stacks below this number of bytes are ignored."""
 
@@ -18,6 +19,7 @@ class ExtraTraffic:
     """Reads or writes of a whole tensor outside all fusions, once in every execution of a block."""
 
     tensor: int
+    """Id of the tensor."""
     block: int
     """Id of the loop that is the block; -1 outside of all loops."""
     count: int
@@ -27,7 +29,11 @@ class ExtraTraffic:
 
 
 def transposed_stack_copies(graph: OpGraph) -> tuple[ExtraTraffic, ...]:
-    """Return the copies caused by transposed layouts of stacks that loops fill; for targets with tiled layouts only."""
+    """Return the copies caused by transposed layouts of stacks that loops fill; for targets with tiled layouts only.
+
+    A stack below `_SMALL` bytes has none. The first value to copy counts as one read and one write, each other value
+    twice that, and the stack itself as one pass more.
+    """
     passes = []
     for loop in graph.loops:
         for carry in loop.carries:
@@ -45,7 +51,10 @@ def transposed_stack_copies(graph: OpGraph) -> tuple[ExtraTraffic, ...]:
 
 
 def _is_transposed(graph: OpGraph, update: int) -> bool:
-    """Return True if a loop inserts a matmul's result into a stack after a transpose that changes its minor dim."""
+    """Return True if a loop inserts a matmul's result into a stack after one transpose that changes its minor dim.
+
+    `update` is the stack after the insertion. After a second transpose the result is False.
+    """
     op = graph.maker(update)
     if op is None or op.kind != "dynamic_update_slice":
         return False
@@ -60,7 +69,7 @@ def _is_transposed(graph: OpGraph, update: int) -> bool:
 
 
 def _minor_moves(graph: OpGraph, op: Op) -> bool:
-    """Return True if a transpose changes the last dim, dims of size 1 not counted."""
+    """Return True if a transpose changes the minor (last) dim, dims of size 1 not counted."""
     assert op.rule is not None
     sides = (op.rule.operands[0], op.rule.results[0])
     tensors = (op.operands[0], op.results[0])
@@ -72,14 +81,20 @@ def _minor_moves(graph: OpGraph, op: Op) -> bool:
 
 
 def exchanges_outer(op: Op) -> bool:
-    """Return True if a transpose swaps the first two of three or more dims: the layers of a stack and the next dim."""
+    """Return True if a transpose only swaps the first two of three or more dims: the layers of a stack and the next
+    dim.
+    """
     assert op.rule is not None
     source, turned = op.rule.operands[0], op.rule.results[0]
     return len(source) > 2 and turned == (source[1], source[0], *source[2:])
 
 
 def _combined_values(graph: OpGraph, stack: int) -> Iterator[int]:
-    """Yield the values computed from a stack alone that an op combines with another value of equal shape."""
+    """Yield the values of a stack's shape, computed from it alone, that an op combines with another value of equal
+    shape.
+
+    The stack itself may be one. Numbers that are repeated do not count as another value.
+    """
     own, todo = {stack}, [stack]
     while todo:
         tensor = todo.pop()
@@ -104,7 +119,7 @@ def _combined_values(graph: OpGraph, stack: int) -> Iterator[int]:
 
 
 def _is_value(graph: OpGraph, tensor: int) -> bool:
-    """Return True if a tensor is more than one number that is repeated."""
+    """Return True if a tensor is neither a repeated single number nor generated."""
     op = graph.maker(tensor)
     while op is not None and op.kind in _UNMOVED and op.operands:
         tensor = op.operands[0]
@@ -113,6 +128,7 @@ def _is_value(graph: OpGraph, tensor: int) -> bool:
 
 
 _SUBLANES = 8
+"""Rows of a register tile on TPUs."""
 _SMALL_TILES = (2, 4)
 """Sizes below eight of a second-minor dim for which the compiler uses smaller tiles that the dim fills."""
 _LEAST = 1 << 20
@@ -120,7 +136,11 @@ _LEAST = 1 << 20
 
 
 def tile_row_copies(graph: OpGraph) -> tuple[ExtraTraffic, ...]:
-    """Return the row-by-row copies that move a stack's layers out of tiles or back into tiles; for TPUs only."""
+    """Return the row-by-row copies that move a stack's layers out of tiles or back into tiles; for TPUs only.
+
+    A copy belongs to a transpose of layers and next dim outside of loops, of a stack of three dims and at least
+    `_LEAST` bytes. Either an argument is transposed, or a stack that a loop filled is on its way to results.
+    """
     arguments, results = set(graph.arguments), set(graph.results)
     carried = {carry.result for loop in graph.loops if not loop.branches for carry in loop.carries}
     passes = []
@@ -139,12 +159,12 @@ def tile_row_copies(graph: OpGraph) -> tuple[ExtraTraffic, ...]:
 
 
 def _fills_tiles(layers: int) -> bool:
-    """Return True if so many layers fill tiles without padding."""
+    """Return True if `layers` rows fill tiles without padding: a multiple of 8, or 2 or 4."""
     return layers % _SUBLANES == 0 or layers in _SMALL_TILES
 
 
 def _followed(graph: OpGraph, tensor: int) -> Iterator[int]:
-    """Yield a tensor, and the tensors of its shape that elementwise ops compute from it."""
+    """Yield a tensor, and the tensors of its shape that elementwise ops compute from it, directly or through others."""
     seen, todo = {tensor}, [tensor]
     while todo:
         current = todo.pop()
@@ -163,7 +183,11 @@ SHAPING = frozenset({"reshape", "transpose", "sharding_constraint"})
 
 
 def copied_slices(graph: OpGraph, consumers: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int]]:
-    """Yield (tensor, start, stop) of every slice that is copied; `consumers` lists the ops that read each tensor."""
+    """Yield (tensor, start, stop) of every slice of a layer that a kernel reads whole; GPU compilers copy such slices.
+
+    `consumers` lists the ops that read each tensor. A copy is live from the slice to its last reader. Slices that are
+    fetched from the host are left out.
+    """
     for op in graph.ops:
         if op.kind != "dynamic_slice" or op.op_class is not OpClass.LAYER:
             continue
@@ -182,7 +206,7 @@ def copied_slices(graph: OpGraph, consumers: Sequence[Sequence[int]]) -> Iterato
 
 
 def takes_whole(op: Op) -> bool:
-    """Return True if an op is a kernel into which no slice is fused."""
+    """Return True if an op is a kernel into which no slice is fused: a matmul, a convolution or a custom call."""
     if op.kind == "dot_general":
         return op.rule is not None and not is_sum(op.rule)
     return op.kind == "convolution" or op.opaque is not None
@@ -195,6 +219,7 @@ class RelaidStack:
     source: int
     """Tensor of the stack that the loop slices."""
     loop: Loop
+    """Loop that slices the stack."""
     result: int
     """Stack of updated slices that the loop computes; -1 for none."""
     better: tuple[int, ...]
@@ -202,8 +227,9 @@ class RelaidStack:
 
 
 def relaid_stacks(graph: OpGraph, consumers: Sequence[Sequence[int]]) -> Iterator[RelaidStack]:
-    """Yield the stacks that are copied because a dot's batch dims do not lead; `consumers` lists each tensor's
-    users.
+    """Yield the stacks that are copied because a dot's batch dims do not lead, each once.
+
+    `consumers` lists the ops that read each tensor.
     """
     results = {carry.update: carry.result for loop in graph.loops for carry in loop.carries}
     seen = set()
@@ -227,9 +253,9 @@ def relaid_stacks(graph: OpGraph, consumers: Sequence[Sequence[int]]) -> Iterato
 
 
 def _batch_dims(op: Op, tensor: int, factors: Sequence[Sequence[int]], graph: OpGraph) -> set[int]:
-    """Return the dims of an operand that the other operand and the result have too.
+    """Return the dims of the operand `tensor` that the other operand and the result have too.
 
-    Dims of size 1 are neither returned nor counted.
+    `factors` are the factors of its dims. Dims of size 1 are neither returned nor counted in the numbers.
     """
     assert op.rule is not None
     left, right, out = ({f for dim in dims for f in dim} for dims in (*op.rule.operands[:2], op.rule.results[0]))
@@ -241,6 +267,7 @@ def _chain(graph: OpGraph, tensor: int) -> Iterator[Op]:
     """Yield the ops that lead to an operand, backwards up to a slice of a stack.
 
     They are reshapes that only add or drop dims of size 1, and updates of a part; the last op may be of any kind.
+    Nothing is yielded for an argument.
     """
     while (op := graph.maker(tensor)) is not None:
         yield op
@@ -257,7 +284,12 @@ def _chain(graph: OpGraph, tensor: int) -> Iterator[Op]:
 def _stack_of(
     graph: OpGraph, consumers: Sequence[Sequence[int]], chain: Sequence[Op], results: Mapping[int, int]
 ) -> int:
-    """Return the stack into which a loop inserts an updated slice, as its tensor after the loop; -1 for none."""
+    """Return the stack into which a loop inserts an updated slice, as its tensor after the loop; -1 for none.
+
+    - `consumers`: the ops that read each tensor.
+    - `chain`: ops of `_chain`, whose updates are followed.
+    - `results`: maps a carried value's update to its tensor after the loop.
+    """
     todo = [tensor for op in chain if op.kind == "dynamic_update_slice" for tensor in op.results]
     while todo:
         for user in (graph.ops[number] for number in consumers[todo.pop()]):
@@ -269,11 +301,16 @@ def _stack_of(
 
 
 _LAID_OUT = frozenset({"reshape", "transpose", "slice", "sharding_constraint"})
+"""Ops that change the layout of a stack or of a slice."""
 _PASSED_ON = _LAID_OUT | {"convert", "dynamic_slice"}
 
 
 def sliced_loop_inputs(graph: OpGraph) -> frozenset[int]:
-    """Return the values computed outside of the loops that slice them."""
+    """Return the values, computed outside of the loops that slice them layer by layer, from which such stacks are laid
+    out.
+
+    Arguments and generated values are left out.
+    """
     loop_inputs = set()
     for op in graph.ops:
         if op.kind != "dynamic_slice" or op.op_class is not OpClass.LAYER:
@@ -287,7 +324,8 @@ def sliced_loop_inputs(graph: OpGraph) -> frozenset[int]:
 
 
 def selected_slices(graph: OpGraph, apart: frozenset[int]) -> dict[int, int]:
-    """Map values selected among slices of stacks that several matmuls read to the last of these matmuls.
+    """Map each value that a loop selects among slices of stacks and that several matmuls read to the last of these
+    matmuls.
 
     The values in `apart`, which are stored in any case, are left out.
     """
@@ -301,7 +339,7 @@ def selected_slices(graph: OpGraph, apart: frozenset[int]) -> dict[int, int]:
 
 
 def _is_slice(graph: OpGraph, tensor: int) -> bool:
-    """Return True if a tensor is one layer of a stack, possibly in another layout."""
+    """Return True if a tensor is one layer of a stack, possibly after layout ops and slices."""
     maker = graph.maker(tensor)
     while maker is not None and maker.kind in _LAID_OUT:
         maker = graph.maker(maker.operands[0])
@@ -309,7 +347,7 @@ def _is_slice(graph: OpGraph, tensor: int) -> bool:
 
 
 def _matmuls(graph: OpGraph, tensor: int) -> set[int]:
-    """Return the matmuls that consume a tensor, directly or after layout ops, casts and slices."""
+    """Return the ids of matmuls that consume a tensor, directly or after layout ops, casts and slices."""
     matmuls = set()
     for user in graph.users[tensor]:
         if user.kind == "dot_general":

@@ -47,9 +47,9 @@ def sweep(
     **options: Unpack[PlanOptions],
 ) -> list[SweepRow]:
     """Plan `source` (as the command accepts it) for every topology, batch and remat policy; return the rows in that
-    order.
+    order, the topology outermost.
 
-    - `topologies`: names or patterns (`v5e:*`, see `autoshard.cost.find_topologies`).
+    - `topologies`: names or patterns (`v5e:*`, see `autoshard.cost.find_topologies`); repeated names count once.
     - `batches`, `remats`: values to try; empty leaves them to `program_options`.
     - `program_options`: options of the source (`train`, `seq`, ..., `entry` and `roles` of a file). `batch`, `remat`
       and the other options that `autoshard.plan` may choose may be `"auto"`. `rules` names a file of rules. `kept` lets
@@ -59,12 +59,13 @@ def sweep(
     - `path`: file that stores the rows as they are made. A later run of the same sweep, or of a larger one, reads them
       from it, failed rows included. A folder, or a path without a suffix, also stores the plan of each row, next to
       `sweep.json`.
-    - `progress`: receives a line for each row.
+    - `progress`: receives a line for each row as it is finished, after one line for all rows that `path` already has.
     - `options`: further options of `autoshard.plan` (`mesh`, `memory_limit`, `time_limit`, ...).
 
-    Raises `UserError` for an unknown topology or configuration, a mesh that no topology of the list has, and a file of
-    another kind. Raises it also if `path` cannot be read or written. It is raised for workers that die repeatedly, or
-    that read another program or other figures than this process. Failures of one row are reported in that row.
+    Raises `UserError` for an unknown topology or configuration, and for a file of another kind. Raises it also for
+    options, such as `mesh`, that suit no topology of the list, and if `path` cannot be read or written. It is raised
+    for workers that die repeatedly, or that read another program or other figures than this process. Failures of one
+    row are reported in that row.
     """
     store = _Store(path)
     say = progress or (lambda line: None)
@@ -105,9 +106,10 @@ def sweep(
 def _results(
     tasks: Sequence[tuple[SweepTask, int, int]], executor: concurrent.futures.Executor | None
 ) -> Iterator[tuple[SweepTask, int, int, MadeRow]]:
-    """Yield each task with its indices of batch and remat policy, and its row, as rows are finished.
+    """Yield each task with its indices of batch and remat policy, and its row.
 
-    Raises `UserError` if workers die repeatedly.
+    Rows come in the order in which the executor's workers finish them; without an executor they are made here in order.
+    Raises `UserError` if workers die repeatedly, and as `run_task` does for an executor.
     """
     if executor is None:
         for task, b, r in tasks:
@@ -124,9 +126,13 @@ def _results(
 
 
 class _Store:
-    """Store of rows by key in a file, and of their plans in a folder."""
+    """Store of rows by key in a file, and of their plans in a folder; without a path it stores nothing."""
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
+        """Read the rows that `path` already has; raise `UserError` as `read_sweep` does.
+
+        A path that is a folder or has no suffix is the folder of plans, with the rows in its `sweep.json`.
+        """
         self.path = None if path is None else Path(path)
         self.folder: Path | None = None
         if self.path is not None and (self.path.is_dir() or not self.path.suffix):
@@ -146,7 +152,8 @@ class _Store:
         """Store a row after its plan, so that every stored row has its plan on disk; return the row with the plan's
         file name.
 
-        Raises `UserError` if the files cannot be written.
+        The plan is written only if the store has a folder, and the file of rows is rewritten each time. Without a path,
+        return the row unchanged. Raises `UserError` if the files cannot be written.
         """
         row = made.row
         if self.path is None:
@@ -164,7 +171,9 @@ class _Store:
         return row
 
     def _name(self, row: SweepRow, key: str) -> str:
-        """Return a file name from topology and recipe, with a number if another row has that name."""
+        """Return a file name from topology, batch and remat policy, such as `v5e-4x4-batch-8.plan.json`. A number from
+        2 is added if the row of another key has that name.
+        """
         parts = [row.topology, row.batch and f"batch {row.batch}", row.remat and f"remat {row.remat}"]
         stem = re.sub(r"[^0-9A-Za-z_.-]+", "-", "-".join(str(part) for part in parts if part))[:100]
         used = {each.plan for other, each in self.rows.items() if other != key}
@@ -173,7 +182,7 @@ class _Store:
 
 
 def _read(path: Path) -> dict[str, SweepRow]:
-    """Return the rows of a sweep's file; none if there is no file."""
+    """Return the rows of a sweep's file as `read_sweep` does; none if there is no file."""
     if not path.exists():
         return {}
     return read_sweep(path)
@@ -182,7 +191,8 @@ def _read(path: Path) -> dict[str, SweepRow]:
 def read_sweep(path: str | os.PathLike[str]) -> dict[str, SweepRow]:
     """Return the rows of a sweep's file or folder by key, in the order of the file.
 
-    Raises `UserError` for a file that cannot be read, or that no sweep wrote.
+    Raises `UserError` for a file that is missing or cannot be read. Raises it also for one that no sweep wrote, or with
+    fields that a row does not have.
     """
     if Path(path).is_dir():
         path = Path(path) / ROWS
@@ -202,7 +212,11 @@ def read_sweep(path: str | os.PathLike[str]) -> dict[str, SweepRow]:
 
 
 def is_sweep(path: str | os.PathLike[str]) -> bool:
-    """Return True if a path is the folder of a sweep, or a file whose format is that of a sweep's rows."""
+    """Return True if a path is the folder of a sweep (it has `sweep.json`), or a file that `sweep` wrote.
+
+    A file counts by the `format` entry in its first 64 bytes; its rows are not checked. Return False for a path that
+    cannot be read.
+    """
     file = Path(path)
     if file.is_dir():
         return (file / ROWS).is_file()
@@ -214,6 +228,6 @@ def is_sweep(path: str | os.PathLike[str]) -> bool:
 
 
 def _write(path: str | os.PathLike[str], rows: Mapping[str, SweepRow]) -> None:
-    """Write rows to a temporary file and rename it to `path`; equal rows give equal bytes."""
+    """Write rows as JSON, sorted by key, to a temporary file and rename it to `path`; equal rows give equal bytes."""
     body = {key: dataclasses.asdict(rows[key]) for key in sorted(rows)}
     write_whole(path, (json.dumps({"format": FORMAT, "rows": body}, indent=1) + "\n").encode())

@@ -28,7 +28,7 @@ from autoshard.solver import processor_seconds
 
 SOLVED = 8
 """Most alternatives for which all other decisions are solved again. The rest are priced with all other decisions
-fixed.
+fixed, as are those that begin after the time limit.
 """
 
 SAME = 1e-9
@@ -37,19 +37,23 @@ SAME = 1e-9
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Alternative:
-    """One spec that the tensor could have, with the best step for it."""
+    """One spec that the tensor could have, with the best step for it. Figures are None if it is impossible."""
 
     spec: Spec
     chosen: bool
+    """True for the plan's own spec."""
     how: str
     """Method of its price. `solved`: all other decisions are solved again; `held`: all other decisions are fixed;
-    `impossible`: it was not solved, and the fixed decisions exclude it.
+    `impossible`: no other decisions were found, and the fixed ones exclude it.
     """
     step_time_s: float | None
+    """Seconds of a step; nearly full memory adds nothing."""
     delta_s: float | None
     """Seconds of a step more than the plan's; below zero by at most the plan gap."""
     peak_bytes: int | None
+    """Peak memory of one device."""
     fits: bool
+    """True if the peak is within the plan's memory limit; always True for the chosen spec."""
     collectives: tuple[Collective, ...]
     """Collectives beyond the plan's, the slowest first: seconds, bytes and counts are differences."""
     wins_if: str
@@ -63,13 +67,18 @@ class Explanation:
     name: str
     shape: tuple[int, ...]
     role: str
+    """Role of the argument, such as `parameter`; `result` for a result."""
     spec: Spec
     fixed: str
     """Source of the constraint that fixes the spec; empty if there is none."""
     shares: tuple[str, ...]
-    """Other arguments and results with the same spec, since only elementwise ops connect them."""
+    """Other arguments and results of the same cluster: they must have the same spec, since only elementwise ops connect
+    them.
+    """
     alternatives: tuple[Alternative, ...]
-    """Alternatives, the chosen one first, then by step time."""
+    """Alternatives, the chosen one first, then by step time, impossible ones last. Empty if the planner decides nothing
+    for the tensor.
+    """
 
 
 @provides("explain")
@@ -78,11 +87,14 @@ def explain_plan(
 ) -> Explanation:
     """Explain why argument or result `name` has its spec in a plan.
 
+    - `plan`, `name`: plan, and full name or unique last part of a name in it (see `named`).
     - `program`: the plan's program; None opens it again from its source in the plan.
-    - `time_limit`: processor seconds for all solves together.
+    - `time_limit`: processor seconds for all solves together; each solve gets an equal share of the rest, at least one
+      second.
     - `seed`: seed of the solver.
 
-    The plan's own choices are priced again. For the eight most promising specs all other decisions are solved again.
+    The plan's own choices are priced again. For the `SOLVED` specs with the least step time under the plan's other
+    decisions, all other decisions are solved again.
     The other specs are priced with all other decisions fixed.
 
     Raises `UserError` for a name that the plan does not have, and for a program that is not the plan's. Raises it also
@@ -97,7 +109,7 @@ def explain_plan(
 
 
 def named(plan: Plan, name: str) -> str:
-    """Return the argument or result with a name, or the only one whose last part is that name.
+    """Return the argument or result with a name, or the only one whose last dotted parts are that name.
 
     Optimizer state is found by its full name only. Raises `UserError` if no name or several match.
     """
@@ -111,7 +123,10 @@ def named(plan: Plan, name: str) -> str:
 
 
 def reopen(plan: Plan, program: str | None = None, entry: str | None = None) -> Program:
-    """Open the program of a plan again from its source, or from its new place `program`, with the plan's options.
+    """Open the program of a plan again, with the options of the source in the plan.
+
+    - `program`: new place of the source; None uses the plan's.
+    - `entry`: name of the program in a Python file; None uses the plan's.
 
     Raises `UserError` for a plan without the source of its program, or a plan that is no single step. Raises it also as
     `open_source` does.
@@ -134,9 +149,9 @@ def reopen(plan: Plan, program: str | None = None, entry: str | None = None) -> 
 
 
 def _rebuild(plan: Plan, program: Program) -> tuple[Model, NDArray[np.int64], Required]:
-    """Return the priced model of a plan, its choices, and the user's constraints.
+    """Return the priced model of a plan, its choice of each node, and the user's constraints on the model.
 
-    If the plan cut an axis in two, the constraints are read on the uncut mesh.
+    If the plan cut an axis in two, the constraints are read on the uncut mesh and mapped to the states of the cut one.
     """
     mesh = make_mesh(Topology.parse(plan.topology), plan.mesh)
     reading = analyse_program(program, mesh.topology.backend)
@@ -162,6 +177,7 @@ class _Explainer:
         time_limit: float,
         seed: int,
     ) -> None:
+        """Evaluate the plan's choices, and index the tensors of results and arguments by name; arguments win."""
         self.plan, self.model, self.choices, self.required = plan, model, choices, required
         self.time_limit, self.seed = time_limit, seed
         self.base = evaluate(model, choices)
@@ -171,7 +187,9 @@ class _Explainer:
         self.ranks = {value.name: len(value.shape) for value in (*program.results, *program.arguments)}
 
     def explain(self, name: str) -> Explanation:
-        """Explain the spec of an argument or a result."""
+        """Explain the spec of an argument or a result with this full name; there are no alternatives for a tensor
+        outside of all clusters.
+        """
         model, plan = self.model, self.plan
         tensor = self.tensors[name]
         cluster = model.structure.cluster_of[tensor]
@@ -192,7 +210,14 @@ class _Explainer:
         return Explanation(name, shape, role, spec, fixed, shares, self.alternatives(cluster, tensor, spec))
 
     def alternatives(self, cluster: int, tensor: int, chosen: Spec) -> tuple[Alternative, ...]:
-        """Return the alternatives of a tensor, the chosen one first and then by step time."""
+        """Return the alternatives of a tensor, the chosen one first and then by step time, impossible ones last.
+
+        - `cluster`: cluster of the tensor; its states that give the tensor one spec make one alternative.
+        - `chosen`: the plan's spec.
+
+        Specs are solved again in order of their step time under fixed decisions, at most `SOLVED`, until the time
+        limit. A spec without a solution has its price under fixed decisions.
+        """
         node = self.model.cluster_node[cluster]
         rows: dict[Spec, list[int]] = {}
         for row in range(len(self.model.nodes[node].states)):
@@ -220,9 +245,9 @@ class _Explainer:
         return (own, *others)
 
     def held(self, node: int, rows: list[int]) -> Outcome | None:
-        """Return the best outcome with all other decisions fixed; None if the neighbours exclude these states.
+        """Return the fastest outcome with all other decisions fixed, regardless of memory.
 
-        `rows` are the states of `node` that give the spec.
+        None if the neighbours exclude all of `rows`, the states of `node` that give the spec.
         """
         best = None
         for row in rows:
@@ -237,10 +262,10 @@ class _Explainer:
         return best
 
     def solved(self, node: int, rows: list[int], time_limit: float) -> Outcome | None:
-        """Return the best outcome with all other decisions solved again, within the memory limit and the constraints.
+        """Return the outcome with all other decisions solved again, within the memory limit and the user's constraints.
 
-        Return None if there is none. `rows` are the states of `node` that give the spec, and `time_limit` is in
-        seconds.
+        If the fixed decisions give a faster outcome that fits, return that. Return None if the solver finds no solution
+        with the spec. `rows` are the states of `node` that give the spec, and `time_limit` is in processor seconds.
         """
         mask = np.zeros(len(self.model.nodes[node].states), dtype=bool)
         mask[rows] = True
@@ -259,7 +284,9 @@ class _Explainer:
         return candidate.outcome
 
     def alternative(self, spec: Spec, how: str, outcome: Outcome | None) -> Alternative:
-        """Return the row of a spec from its outcome; None as an outcome gives an impossible one."""
+        """Return the row of a spec that is not chosen, from its outcome (`how` it was priced); None as an outcome gives
+        an impossible one.
+        """
         if outcome is None:
             return Alternative(spec, False, "impossible", None, None, None, False, (), "its neighbours exclude it")
         delta = outcome.step_time_s - self.base.step_time_s
@@ -274,6 +301,9 @@ class _Explainer:
         - `delta`: seconds of a step more than the plan's.
         - `added`: collectives beyond the plan's.
         - `fits`: True if the alternative fits the memory limit.
+
+        The first that applies of: missing memory, a tie, a better alternative, a faster slowest collective, less
+        compute, seconds saved elsewhere.
         """
         from autoshard.base.units import format_bytes, format_seconds
 
@@ -287,17 +317,22 @@ class _Explainer:
             return f"it is better by {format_seconds(-delta)}, which the plan gap allows for"
         slowest = max(added, key=lambda c: c.seconds, default=None)
         if slowest is not None and slowest.seconds > delta:
+            # Speed at which the collective would take `delta` seconds less; beyond 100 times it is no realistic change.
             factor = slowest.seconds / (slowest.seconds - delta)
             if factor < 100:
                 return f"wins if its {slowest.kind} over {', '.join(slowest.axes)} were {factor:.2g} times as fast"
         compute = outcome.compute_s - self.base.compute_s
-        if compute > 0.5 * delta:
+        if compute > 0.5 * delta:  # compute explains most of the difference
             return f"wins if the {format_seconds(compute)} of compute it adds went away"
         return f"wins if it saved {format_seconds(delta)} elsewhere"
 
 
 def _added(base: tuple[Collective, ...], other: tuple[Collective, ...]) -> list[Collective]:
-    """Return the collectives of `other` beyond those of `base`, by kind, axes and cause, the slowest first."""
+    """Return the collectives of `other` beyond those of `base`, the slowest first.
+
+    Both are matched by kind, axes, cause and the flag `hidden`. Count, bytes and seconds of matched ones are
+    differences; rows with no more seconds than in `base` are dropped.
+    """
     before: dict[tuple[Any, ...], Collective] = {(c.kind, c.axes, c.hidden, c.cause): c for c in base}
     added = []
     for c in other:
@@ -312,7 +347,7 @@ def _added(base: tuple[Collective, ...], other: tuple[Collective, ...]) -> list[
 
 
 def explanation_figures(found: Explanation) -> dict[str, Any]:
-    """Return the JSON object of `autoshard explain --json`."""
+    """Return the JSON object of `autoshard explain --json`; `fixed` is None if nothing fixes the spec."""
 
     def row(one: Alternative) -> Mapping[str, Any]:
         """Return the JSON object of an alternative."""

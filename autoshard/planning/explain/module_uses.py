@@ -17,11 +17,11 @@ from autoshard.program import WEIGHTS
 
 
 def parameter_uses(model: Model, choices: NDArray[np.int64]) -> tuple[ParameterUse, ...]:
-    """Return the use of every parameter that an op consumes with one other value; empty for programs of no torch
-    module.
+    """Return the uses of parameters by heavy ops with exactly one other operand; empty for programs of no torch module.
 
-    The runtime finds a layer of a torch module by its parameter, and a call by the shapes of operands and results.
-    Equal uses, such as those of recomputed layers, are reported once: a forward op precedes its gradients.
+    The runtime finds a layer of a torch module by its parameter, and a call by the shapes of operands and results. Uses
+    of one parameter with equal shapes, such as those of recomputed layers, are reported once, in program order. So the
+    forward op counts and not its gradients.
     """
     if not model.program.weights:
         return ()
@@ -41,10 +41,10 @@ def parameter_uses(model: Model, choices: NDArray[np.int64]) -> tuple[ParameterU
 
 
 def activations(model: Model, choices: NDArray[np.int64]) -> tuple[Activation, ...]:
-    """Return the specs of torch functions' results in the forward pass.
+    """Return the specs of torch functions' results in the forward pass; empty for programs of no torch module.
 
     A module at run time knows only its functions and shapes. So results of one function and shape are reported only if
-    all have the same spec.
+    all have the same spec. Results with fewer than two dims are left out.
     """
     if not model.program.weights:
         return ()
@@ -62,7 +62,8 @@ def activations(model: Model, choices: NDArray[np.int64]) -> tuple[Activation, .
 def torch_function(name: str) -> str:
     """Return the torch function that an op belongs to: `add` for `jit(step)/jvp(aten::add.Tensor)/add`.
 
-    The name is empty for gradients, and for ops that belong to no function.
+    It is the last but one part of the op's path, without `aten::`, overload and outer underscores. The name is empty
+    for gradients, and for ops that belong to no function.
     """
     if "transpose(jvp" in name or "/" not in name:
         return ""
@@ -72,6 +73,7 @@ def torch_function(name: str) -> str:
 
 
 _NO_FUNCTIONS = {"body", "cond", "while", "closed_call", "checkpoint", "remat", "jvp"}
+"""Parts of paths that JAX adds, which are no torch functions."""
 
 
 def _use(
@@ -83,7 +85,9 @@ def _use(
     - `name`: name of the parameter.
     - `parameter`: its tensor.
 
-    Return None if the op has several other operands or results, or splits a dim that the parameter does not have.
+    Return None unless the op has exactly one other operand that is no scalar, and one result. Return None also if the
+    op splits a dim of the operand that the parameter does not have. The spec of a stacked parameter is that of one
+    layer.
     """
     tensors, dims_of = model.graph.tensors, model.structure.dims_of
     others = [k for k, tensor in enumerate(op.operands) if k != operand and tensors[tensor].shape]
@@ -111,7 +115,7 @@ def _use(
 
 
 def _axes(model: Model, choices: NDArray[np.int64], op: Op, operand: int) -> list[tuple[str, ...]]:
-    """Return the mesh axes over every dim of an operand, as the op consumes it."""
+    """Return the mesh axes over each dim of an operand, in mesh order, as the op's chosen strategy consumes it."""
     assert op.rule is not None
     node = model.op_node[op.id]
     state = factor_states(model.nodes[node].states, op.rule.operands[operand])[int(choices[node])]

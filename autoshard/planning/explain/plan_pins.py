@@ -21,15 +21,23 @@ from autoshard.planning.xla.spatial_splits import in_region
 def make_pins(model: Model, choices: NDArray[np.int64]) -> tuple[Pin, ...]:
     """Return pins at every place where a spec is decided rather than passed on.
 
-    Pinned are the values on every edge between decisions, where they are computed, and values carried by loops. Pinned
-    are also operands of heavy ops that are consumed in another spec than they are stored in. Whole values of a cluster
-    are pinned too: the partitioner would otherwise split them like their neighbours and gather them later.
+    Pinned values are:
+
+    - the tensor of every edge between decisions, and the result of the edge's op unless the op is heavy;
+    - values that loops carry, at their entry too (`_carry_pins`);
+    - operands that heavy ops consume in another spec than they are stored in (`_operand_pins`);
+    - results of heavy ops, in the states of `intermediate_states` before the planned one.
+
+    Values that the plan leaves whole are pinned too: the partitioner would otherwise split them like their neighbours
+    and gather them later. Values without a cluster are not pinned.
     """
     values: dict[int, list[Spec]] = {}
     graph, structure = model.graph, model.structure
 
     def pin(tensor: int, before: Sequence[Spec] = ()) -> None:
-        """Pin a tensor to its planned spec, after the specs in `before`."""
+        """Pin the source of a tensor to its planned spec, after the specs in `before`; replaces an earlier pin. Tensors
+        without a cluster or without an op that computes them are skipped.
+        """
         tensor = source_of(graph, tensor)
         if structure.cluster_of[tensor] >= 0 and graph.tensors[tensor].value[0] >= 0:
             values[tensor] = [*before, tensor_spec(model, choices, tensor)]
@@ -55,7 +63,9 @@ def make_pins(model: Model, choices: NDArray[np.int64]) -> tuple[Pin, ...]:
 
 
 def _carry_pins(model: Model, choices: NDArray[np.int64]) -> Iterator[Pin]:
-    """Yield a pin for every value that enters a loop; propagation might otherwise split the loop's carried value."""
+    """Yield a pin for the initial value of every carry, at the loop op, to the body's spec; propagation might otherwise
+    split the carried value.
+    """
     for loop in model.graph.loops:
         for carry in loop.carries:
             if model.structure.cluster_of[carry.body] >= 0:
@@ -69,13 +79,17 @@ def intermediate_states(
 ) -> Iterator[tuple[int, ...]]:
     """Yield the states to pin between the state of an op's result, or of a stored value, and the planned state.
 
-    - `source`: state in which the op leaves its result.
-    - `target`: planned state.
+    - `source`: state in which the op leaves its result, one entry for each mesh axis; `PARTIAL` entries are sums.
+    - `target`: planned state, which is never yielded.
     - `collectives`: prices that decide how XLA emits sums and gathers.
 
-    The first yielded state is the op's result after its sums. If some axes are only summed over, the scattered dims are
-    pinned at once. If only slices follow, no state is pinned. If a gather follows, the slices are pinned before it.
-    Sums and gathers over many TPU devices run one axis at a time (`emitted`).
+    A summed axis is scattered if it splits a dim of `target`. The states come in this order:
+
+    - Sums staged over several scattered axes: the state after each scatter, the other axes summed.
+    - Else, if some sums are scattered at once (`Emitted.SCATTER`) and others are not: the state after both.
+    - Else, if there are sums, or axes that leave a dim: the state with all sums whole. A pure slice needs none.
+    - Scattered axes that are not split yet, if other dims are gathered afterwards: the state after these slices.
+    - The states of `gather_intermediates`.
 
     Evidence: docs/compiler_behaviour.md, "Pins between a partial sum and its planned spec".
     """
@@ -107,7 +121,10 @@ def intermediate_states(
 def gather_intermediates(
     source: Sequence[int], target: Sequence[int], collectives: Collectives
 ) -> Iterator[tuple[int, ...]]:
-    """Yield the states between two states of a value whose gather must run one axis at a time, the last axis first."""
+    """Yield the states between two states of a value whose gather must run one axis at a time, the last axis first.
+
+    Yield nothing if at most one axis is gathered, or if the compiler emits the whole gather at once (`emitted_gather`).
+    """
     gathered = [a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s >= 0 and t == WHOLE]
     if len(gathered) > 1 and emitted_gather(collectives, gathered) is Emitted.STAGED:
         now = list(source)
@@ -117,13 +134,15 @@ def gather_intermediates(
 
 
 def _specs(model: Model, states: Iterator[tuple[int, ...]], rank: int) -> Iterator[Spec]:
-    """Yield the specs of states for a tensor of `rank` dims."""
+    """Yield the specs of states over the dims of a tensor of `rank` dims, in order."""
     for state in states:
         yield spec_of(model, np.array([state]), 0, rank)
 
 
 def _result_intermediates(model: Model, choices: NDArray[np.int64], op_id: int, result: int) -> Iterator[Spec]:
-    """Return the specs to pin on a heavy op's result before its planned spec."""
+    """Return the specs to pin on a heavy op's result (by number) before its planned spec, in order. There are none
+    without a sharding rule.
+    """
     op = model.graph.ops[op_id]
     if op.rule is None:
         return iter(())
@@ -142,16 +161,17 @@ def _result_intermediates(model: Model, choices: NDArray[np.int64], op_id: int, 
 
 
 def _held(model: Model, choices: NDArray[np.int64], tensor: int) -> tuple[int, ...]:
-    """Return the planned state of a tensor over its dims."""
+    """Return the planned state of a tensor: for each mesh axis the dim that it splits, or `WHOLE`."""
     spec = tensor_spec(model, choices, tensor)
     dim_of = {axis: dim for dim, axes in enumerate(spec.dims) for axis in axes}
     return tuple(dim_of.get(axis, WHOLE) for axis in model.axis_names)
 
 
 def _operand_pins(model: Model, choices: NDArray[np.int64]) -> Iterator[Pin]:
-    """Yield a pin for every operand that a heavy op consumes in another spec than the planned one of its tensor.
+    """Yield pins for every operand that a heavy op consumes in another spec than the planned one of its tensor.
 
-    If the plan stores a copy of the tensor in a third spec, the pins pass through it.
+    Each pin is at the operand of one use. If the plan stores a copy of the tensor in a third spec, the pins pass
+    through it. Gathers in stages add the specs of `gather_intermediates`.
     """
     for op_id, number in model.op_node.items():
         op = model.graph.ops[op_id]
@@ -179,7 +199,7 @@ def _operand_pins(model: Model, choices: NDArray[np.int64]) -> Iterator[Pin]:
 
 
 def make_calls(model: Model, choices: NDArray[np.int64]) -> tuple[Call, ...]:
-    """Return the specs of every opaque call that has a sharding rule and runs on shards."""
+    """Return the specs of every opaque call that has a sharding rule and runs on shards, in program order."""
     calls = []
     for op_id, number in sorted(model.op_node.items()):
         op = model.graph.ops[op_id]
@@ -188,7 +208,7 @@ def make_calls(model: Model, choices: NDArray[np.int64]) -> tuple[Call, ...]:
         state = model.nodes[number].states[int(choices[number])][None, :]
 
         def specs(tensors: Sequence[int], states: Sequence[States]) -> tuple[Spec, ...]:
-            """Return the specs of tensors in these states."""
+            """Return the spec of each tensor in the one state of the same position."""
             ranks = [len(model.graph.tensors[t].shape) for t in tensors]
             return tuple(spec_of(model, s, 0, rank) for s, rank in zip(states, ranks, strict=True))
 
@@ -201,8 +221,8 @@ def make_calls(model: Model, choices: NDArray[np.int64]) -> tuple[Call, ...]:
 
 
 def make_regions(model: Model, choices: NDArray[np.int64]) -> tuple[Region, ...]:
-    """Return one region for every op that the plan does not leave to the partitioner (`in_region`), in program
-    order.
+    """Return one region for every op that the plan does not leave to the partitioner (`in_region`), sorted by op
+    number.
     """
     regions = []
     for op_id, number in model.op_node.items():
@@ -214,11 +234,14 @@ def make_regions(model: Model, choices: NDArray[np.int64]) -> tuple[Region, ...]
 
 
 def region_of(graph: OpGraph, op: Op, state: States, names: list[str]) -> Region:
-    """Return the region of an op in one state (shape [1, axes])."""
+    """Return the region of an op in one state (shape [1, axes]); the op must have a sharding rule.
+
+    `names` are those of the mesh axes. `summed` are the axes over which the first result is partial.
+    """
     assert op.rule is not None
 
     def spec(row: NDArray[np.int64], rank: int) -> Spec:
-        """Return the spec of one state."""
+        """Return the spec of one state over `rank` dims; partial sums split nothing."""
         return Spec(tuple(tuple(names[a] for a in np.flatnonzero(row == dim)) for dim in range(rank)))
 
     tensors = graph.tensors

@@ -37,6 +37,7 @@ class Priced:
     plan: Plan
     model: Model
     choices: NDArray[np.int64]
+    """Chosen state of each node."""
     prices: OpPrices
 
 
@@ -49,7 +50,9 @@ class ProgramGraph:
 
     program: Program
     reading: AnalysedProgram = dataclasses.field(repr=False)
+    """Analysis of the program for the plan's backend, or for CPUs without a plan."""
     priced: Priced | None = dataclasses.field(default=None, repr=False)
+    """Plan with its prices; None for a graph without a plan."""
 
     def to_networkx(self, next_trips: bool = False) -> "networkx.MultiDiGraph":
         """Return a new `networkx.MultiDiGraph` with ops as nodes and tensors as edges.
@@ -100,20 +103,23 @@ class ProgramGraph:
         return _Maker(self, next_trips).made
 
     def held(self, tensor: int) -> Spec:
-        """Return the planned spec of a tensor; the graph must have a plan."""
+        """Return the planned spec of a tensor, given by its number in the graph; the graph must have a plan."""
         assert self.priced is not None
         return tensor_spec(self.priced.model, self.priced.choices, tensor)
 
     def taken(self, op: Op, operand: int) -> Spec | None:
-        """Return the planned spec in which an op consumes an operand; None for ops without strategies of their own."""
+        """Return the planned spec in which an op consumes operand number `operand`; None for ops without strategies of
+        their own. The graph must have a plan.
+        """
         assert self.priced is not None
         return _taken_as(self.priced, op, operand)
 
 
 @provides("graph")
 def graph_of(program: Program | None, plan: Plan | None) -> ProgramGraph:
-    """Return the graph for `Program.graph` and `Plan.graph`; without a program, open the plan's again from its
-    source.
+    """Return the graph for `Program.graph` and `Plan.graph`; without a program, open the plan's again from its source.
+
+    At least one of the two must be given. Raises `UserError` as `program_graph` and `reopen` do.
     """
     if program is None:
         assert plan is not None
@@ -124,8 +130,8 @@ def graph_of(program: Program | None, plan: Plan | None) -> ProgramGraph:
 def program_graph(program: Program, plan: Plan | None = None) -> ProgramGraph:
     """Return the ops of a program and the tensors between them; with a plan also specs, times and collectives.
 
-    Raises `UserError` for a plan of another program, and for a plan whose choices cannot be priced again since another
-    version made it.
+    The program is lowered for the plan's devices, or for CPUs without a plan. Raises `UserError` for a plan of another
+    program, and for a plan whose choices cannot be priced again since another version made it.
     """
     if plan is None:
         return ProgramGraph(program, analyse_program(program, "cpu"))
@@ -144,6 +150,7 @@ class _Maker:
     """Builder of the networkx graph: nodes in program order, then edges in the order of their users."""
 
     def __init__(self, source: ProgramGraph, next_trips: bool) -> None:
+        """Build the graph in `made`; `next_trips` adds the edges to the next trip of each loop."""
         import networkx
 
         self.program, self.priced = source.program, source.priced
@@ -160,7 +167,9 @@ class _Maker:
         self.add_edges(next_trips)
 
     def about(self) -> dict[str, Any]:
-        """Return the attributes of the graph itself."""
+        """Return the attributes of the graph itself: program, loops and, with a plan, topology, mesh and seconds of a
+        step.
+        """
         loops = [
             {
                 "loop": loop.id, "parent": loop.parent, "trips": loop.trips, "known": loop.known,
@@ -177,7 +186,9 @@ class _Maker:
         return {**attributes, "loops": loops}
 
     def at_nodes(self, places: dict[Place, float]) -> dict[str, float]:
-        """Return the seconds by node from the seconds by op and by tensor."""
+        """Return the seconds by node from the seconds by op and by tensor; those of a tensor count at the node that
+        gives it.
+        """
         seconds_of: dict[str, float] = {}
         for (what, number), seconds in places.items():
             node = f"op{number}" if what == "op" else self.maker[number]
@@ -185,7 +196,9 @@ class _Maker:
         return seconds_of
 
     def add_nodes(self) -> None:
-        """Add the nodes of arguments, loops, ops and results, in program order."""
+        """Add the nodes of arguments, loops, ops and results, in program order. Loops that end where others start come
+        first, the inner ones first.
+        """
         graph = self.graph
         for number, (argument, tensor) in enumerate(zip(self.program.arguments, graph.arguments, strict=True)):
             self.add(f"argument{number}", "argument", -1, (tensor,), name=argument.name, role=str(argument.role))
@@ -207,7 +220,7 @@ class _Maker:
             self.add(f"result{number}", "result", -1, (tensor,), name=result.name)
 
     def add_op(self, op: Op) -> None:
-        """Add the node of an op."""
+        """Add the node of an op, with FLOPs and bytes of all its executions in one step."""
         trips, tensors = self.graph.trips(op.loop), self.graph.tensors
         self.add(
             f"op{op.id}",
@@ -227,7 +240,7 @@ class _Maker:
 
         - `node`, `kind`: name of the node and its kind.
         - `loop`: innermost loop or branch that contains the node; -1 for none.
-        - `results`: tensors that the node gives.
+        - `results`: tensors that the node gives; the first one gives name and cluster.
         - `overrides`: attributes that replace the defaults.
         """
         tensors = [self.graph.tensors[t] for t in results]
@@ -256,7 +269,9 @@ class _Maker:
         self.made.add_node(node, **attributes)
 
     def block(self, loop: int) -> tuple[int, int]:
-        """Return the innermost loop, and the innermost branch of a conditional; -1 for none."""
+        """Return the innermost loop, and the innermost branch of a conditional, that contain the body `loop` or are it;
+        -1 for none.
+        """
         block = branch = -1
         while loop >= 0 and (block < 0 or branch < 0):
             record = self.graph.loops[loop]
@@ -268,7 +283,9 @@ class _Maker:
         return block, branch
 
     def add_edges(self, next_trips: bool) -> None:
-        """Add the edges of operands, loops and results."""
+        """Add the edges of operands, loops and results. Collectives of a reshard count at the first use of a tensor by
+        an op or as a result.
+        """
         graph = self.graph
         for op in graph.ops:
             seen: set[int] = set()
@@ -289,8 +306,9 @@ class _Maker:
     def connect(
         self, tensor: int, node: str, number: int, op: Op | None = None, first: bool = False, back: bool = False
     ) -> None:
-        """Add the edge of a tensor that a node uses.
+        """Add the edge of a tensor to a node that uses it.
 
+        - `tensor`, `node`: number of the tensor, and name of the node.
         - `number`: number of the operand, the key of the edge.
         - `op`: op of the node, if it is one.
         - `first`: True if the collectives of the reshard count at this edge.
@@ -330,7 +348,9 @@ class _Maker:
 
 
 def _makers(graph: OpGraph) -> dict[int, str]:
-    """Return the node that gives each tensor."""
+    """Return the name of the node that gives each tensor, by number of the tensor. Values that a loop carries belong to
+    the loop's nodes.
+    """
     nodes = {t: f"op{op.id}" for op in graph.ops for t in op.results}
     nodes |= {tensor: f"argument{number}" for number, tensor in enumerate(graph.arguments)}
     for loop in graph.loops:
@@ -340,7 +360,9 @@ def _makers(graph: OpGraph) -> dict[int, str]:
 
 
 def _taken_as(priced: Priced, op: Op, operand: int) -> Spec | None:
-    """Return the spec in which the op's strategy consumes an operand; None for ops without strategies of their own."""
+    """Return the spec in which the op's strategy consumes operand number `operand`; None for ops without strategies of
+    their own.
+    """
     model = priced.model
     number = model.op_node.get(op.id)
     if op.op_class is not OpClass.HEAVY or op.rule is None or number is None:
@@ -351,7 +373,7 @@ def _taken_as(priced: Priced, op: Op, operand: int) -> Spec | None:
 
 
 def _collective(collective: Collective) -> dict[str, Any]:
-    """Return a collective as a dict of figures of one step."""
+    """Return a collective as a dict of figures of one step, without its cause."""
     return {
         "kind": collective.kind,
         "axes": list(collective.axes),

@@ -9,10 +9,11 @@ from autoshard.program import Policy, Remat, jax_policy, parse_remat, torch_cont
 
 
 def planned_remat(plan: Plan) -> Remat | None:
-    """Return the recomputation of the layers in a plan; None if the plan does not name it, as for programs made in
-    Python.
+    """Return the recomputation of the layers in a plan: the recipe's choice, else the option `remat` of the program's
+    source.
 
-    Raises `UserError` if the program's own choice `remat` is no policy.
+    None if the plan has neither, as for programs made in Python. Raises `UserError` if the program's own choice `remat`
+    is no policy.
     """
     options = plan.source.options if plan.source is not None else {}
     chosen = plan.recipe.chosen if plan.recipe is not None else {}
@@ -70,9 +71,10 @@ def torch_remat_policy(
 def _chosen(
     plan: Plan, names: Mapping[str, str | Sequence[str]] | None, layer: int | None
 ) -> tuple[Policy, dict[str, tuple[str, ...]]]:
-    """Return the policy of a layer, and the layer's own names for the plan's values.
+    """Return the policy of a layer, and the layer's own names for the plan's values as tuples.
 
-    Raises `UserError` as `remat_policy` does.
+    A `layer` of None is layer 0. Values of other layers' policies are allowed in `names`. Raises `UserError` as
+    `remat_policy` does.
     """
     remat = planned_remat(plan)
     if remat is None:

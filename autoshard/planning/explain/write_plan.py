@@ -53,9 +53,11 @@ class Writer:
 
     program: Program
     groups: Groups
+    """Dim groups of the program."""
     memory_limit: int
     """Memory limit of one device in bytes, under which the plans were chosen."""
     seed: int
+    """Seed of the solver, for the provenance."""
     compared: Sequence[str]
     """Names of the baselines that the solver completed."""
     provenance: Mapping[str, Any]
@@ -66,7 +68,10 @@ class Writer:
     """Warnings that every plan has after its own."""
 
     def write(self, each: Contender, meshes: tuple[MeshTried, ...] = ()) -> Plan:
-        """Return a choice as a plan, with its bounds and the meshes that were tried for it."""
+        """Return a choice as a plan, with its bounds and the meshes that were tried for it.
+
+        Prices the mesh again if the contender does not have the prices.
+        """
         model, choices, step_s = each.model(), each.choices, each.outcome.step_time_s
         program, graph = self.program, model.graph
         ledger = itemise(model, choices)
@@ -117,7 +122,9 @@ class Writer:
         )
 
     def _results(self, model: Model, choices: NDArray[np.int64], arguments: Mapping[str, Spec]) -> dict[str, Spec]:
-        """Return the specs of results: that of the argument that a result replaces in the next step, else its own."""
+        """Return the specs of results by name: that of the argument that a result replaces in the next step, else its
+        own.
+        """
         program, specs = self.program, dict[str, Spec]()
         for r, tensor in zip(program.results, model.graph.results, strict=True):
             tied = program.arguments[r.argument] if r.argument is not None else None
@@ -127,7 +134,15 @@ class Writer:
     def _warnings(
         self, ledger: Ledger, each: Contender, unruled: tuple[Unruled, ...], arguments: Mapping[str, Spec]
     ) -> tuple[str, ...]:
-        """Return the warnings of a plan, each once."""
+        """Return the warnings of a plan, each once, those of the program first.
+
+        - `ledger`: items of the plan's step.
+        - `each`: the plan's choice.
+        - `unruled`: ops without a sharding rule.
+        - `arguments`: planned specs of the arguments.
+
+        The warning about state on the hosts is left out if the compiler flags already set the limit that it asks for.
+        """
         model, choices, outcome = ledger.model, ledger.choices, each.outcome
         program, graph = self.program, model.graph
         lines = [*program.notes, *_batch_warning(program, model.mesh), *unruled_lines(unruled)]
@@ -157,6 +172,7 @@ class WhenAsked(Mapping[str, Plan]):
         self._makers, self._made = makers, dict[str, Plan]()
 
     def __getitem__(self, name: str) -> Plan:
+        """Return the plan of a name, written on first access; raise `KeyError` for an unknown name."""
         if name not in self._made:
             self._made[name] = self._makers[name]()
         return self._made[name]
@@ -169,9 +185,10 @@ class WhenAsked(Mapping[str, Plan]):
 
 
 def _batch_warning(program: Program, mesh: Mesh) -> list[str]:
-    """Return a sentence on a batch that no mesh axis divides, since data loaders would give it whole to every device.
+    """Return a sentence if no mesh axis divides any dim of the batch, which is then whole on every device.
 
-    State of a step that is no parameter counts too: serving one sequence splits its key-value cache.
+    State of a step that is no parameter counts too: serving one sequence splits its key-value cache. Return nothing for
+    a program without a batch of more than one element, and for a mesh of one device.
     """
     batches = [a for a in program.arguments if a.role is Role.BATCH and max(a.shape, default=1) > 1]
     state = [a for a in program.arguments if a.role is Role.OTHER and a.result is not None]
@@ -186,16 +203,16 @@ def _batch_warning(program: Program, mesh: Mesh) -> list[str]:
 
 
 WORTH_DONATING = 0.01
-"""Least share of a device's memory that is worth a warning."""
+"""Least share of the memory limit that a warning about donation or about copied stacks must save."""
 
 
 def _memory_warning(model: Model, outcome: Outcome, memory_limit: int) -> list[str]:
-    """Return the warnings about tight memory and about the memory that JAX allocates."""
+    """Return the warnings about tight memory and about the memory that JAX allocates; none if neither applies."""
     return [*_tight(model, outcome, memory_limit), *_granted(model.mesh.topology, outcome.peak_bytes)]
 
 
 def _granted(topology: Topology, peak_bytes: float) -> list[str]:
-    """Return a sentence if the step needs more of a GPU's memory than JAX allocates by default."""
+    """Return a sentence if the step's peak needs more of a GPU's memory than JAX allocates by default, else nothing."""
     fraction = fraction_for(topology, peak_bytes)
     if fraction is None:
         return []
@@ -207,7 +224,9 @@ def _granted(topology: Topology, peak_bytes: float) -> list[str]:
 
 
 def _undonated(model: Model, arguments: Mapping[str, Spec], memory_limit: int) -> list[str]:
-    """Return a sentence about state that is live together with its replacement, if donating it saves much memory."""
+    """Return a sentence about state that is live together with its replacement, if donating it saves at least
+    `WORTH_DONATING` of the limit on each device.
+    """
     sizes: dict[str, int] = {}
     for argument, tensor in zip(model.program.arguments, model.graph.arguments, strict=True):
         if argument.result is not None and not argument.donated:
@@ -222,7 +241,9 @@ def _undonated(model: Model, arguments: Mapping[str, Spec], memory_limit: int) -
 
 
 def _relaid(model: Model, arguments: Mapping[str, Spec], memory_limit: int) -> list[str]:
-    """Return a sentence about stacks that the compiler copies into another layout, if the copies need much memory."""
+    """Return a sentence about stacks that the compiler copies into another layout, if the copies need at least
+    `WORTH_DONATING` of the limit on each device.
+    """
     named = dict(zip(model.graph.arguments, model.program.arguments, strict=True))
     stacks = [(named[stack.source], stack) for stack in model.liveness.relaid if stack.source in named]
     sizes = {
@@ -242,7 +263,11 @@ def _relaid(model: Model, arguments: Mapping[str, Spec], memory_limit: int) -> l
 
 
 def _tight(model: Model, outcome: Outcome, memory_limit: int) -> list[str]:
-    """Return a sentence if memory is nearly full, with the seconds that this is expected to add."""
+    """Return a sentence if memory is nearly full, else nothing.
+
+    It names the seconds that this is expected to add, if they exceed `NOTICEABLE` of the step. Otherwise a peak above
+    `TIGHT` of the limit gives it.
+    """
     peak, step, topology = format_bytes(outcome.peak_bytes), outcome.step_time_s, model.mesh.topology
     tight = tight_seconds(topology, outcome.peak_bytes, outcome.compute_s, outcome.hidden_s)
     if tight > NOTICEABLE * step:
@@ -262,11 +287,15 @@ _REMAT_LIMIT = "--xla_jf_rematerialization_percent_shared_memory_limit"
 def _host_warning(model: Model, choices: NDArray[np.int64], outcome: Outcome) -> list[str]:
     """Return a sentence if the TPU compiler will recompute values only because it counts arguments on the hosts as
     device memory.
+
+    This is so if the peak fits without these arguments and exceeds the usable bytes with them. The sentence names the
+    flag that raises the compiler's limit, in steps of 50 percent.
     """
     hosted = sum(argument_bytes_on_host(model, choices).values())
     usable = model.mesh.topology.usable_bytes
     if not hosted or not model.mesh.topology.traits.compiles_ahead or outcome.peak_bytes + hosted <= usable:
         return []
+    # The flag counts 100 for the usable memory; the next multiple of 50 leaves some room.
     percent = 50 * math.ceil(2 * (outcome.peak_bytes + hosted) / usable)
     return [
         f"the compiler counts the {format_bytes(hosted)} of arguments on the hosts as memory of a device and "
@@ -275,20 +304,24 @@ def _host_warning(model: Model, choices: NDArray[np.int64], outcome: Outcome) ->
 
 
 def _on_host(model: Model) -> tuple[str, ...]:
-    """Return the names of arguments and results in the hosts' memory, in order."""
+    """Return the names of arguments and results in the hosts' memory, arguments first, each once."""
     program, graph, away = model.program, model.graph, model.liveness.hosted
     ends = zip((*program.arguments, *program.results), (*graph.arguments, *graph.results), strict=True)
     return tuple(dict.fromkeys(each.name for each, tensor in ends if tensor in away))
 
 
 def cluster_state(model: Model, choices: NDArray[np.int64], tensor: int) -> States:
-    """Return the chosen state of a tensor's cluster, as one row."""
+    """Return the chosen state of a tensor's cluster (shape [1, axes]); the tensor must have a cluster."""
     node = model.cluster_node[model.structure.cluster_of[tensor]]
     return model.nodes[node].states[int(choices[node])][None, :]
 
 
 def _provenance(model: Model, seed: int, more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the provenance of a plan: source, versions, topology, seed, calibration, sizes of the model and `more`."""
+    """Return the provenance of a plan: source, versions, topology, seed, calibration, sizes of the model and `more`.
+
+    Entries of `more` replace those before them. Source, lifted constraints, tokens, state on the hosts and the
+    program's own constraints have entries only if there are any.
+    """
     versions = {}
     for package in ("autoshard", "jax", "jaxlib", "ortools", "numpy"):
         try:
@@ -320,7 +353,11 @@ MOST = 0.5
 
 
 def axis_roles(model: Model, groups: Groups, choices: NDArray[np.int64]) -> dict[str, tuple[str, ...]]:
-    """Return the named dim groups that each axis splits in most activations, and exchanges of attentions over it."""
+    """Return for each mesh axis the named dim groups that it splits in most activations, then the exchanges of
+    attentions over it.
+
+    Most means a share above `MOST` of the bytes; each name is listed once.
+    """
     shares = _activation_shares(model, groups, choices)
     roles = {
         axis: [name for group, name in groups.names.items() if name and shares.get((group, axis), 0.0) > MOST]
@@ -334,7 +371,11 @@ def axis_roles(model: Model, groups: Groups, choices: NDArray[np.int64]) -> dict
 
 
 def _activation_shares(model: Model, groups: Groups, choices: NDArray[np.int64]) -> dict[tuple[int, str], float]:
-    """Return (dim group, axis) -> share of the bytes of activations with that group in which the axis splits it."""
+    """Return (dim group, axis) -> share of the bytes of activations with that group in which the axis splits it.
+
+    Activations are materialised values outside of the clusters of weights, optimizer state and results that replace
+    arguments.
+    """
     cluster_of = model.structure.cluster_of
     roles = {t: a.role for t, a in zip(model.graph.arguments, model.program.arguments, strict=True)}
     stored = {cluster_of[t] for t, r in roles.items() if r in (*WEIGHTS, Role.OPTIMIZER_STATE)}
@@ -344,7 +385,12 @@ def _activation_shares(model: Model, groups: Groups, choices: NDArray[np.int64])
 
 
 def describe(model: Model, groups: Groups, choices: NDArray[np.int64]) -> tuple[str, ...]:
-    """Return a plan in sentences such as `batch over data`, `ffn and heads over model`, `parameters also over data`."""
+    """Return a plan in sentences such as `batch over data`, `ffn and heads over model`, `parameters also over data`.
+
+    Sentences on activations by axes come first, then exchanges of attentions and further axes of parameters and
+    optimizer state. State on the hosts and unused axes end the list. Optimizer state has a sentence only if its further
+    axes differ from those of parameters. A plan without any sentence is `everything on every device`.
+    """
     roles = {t: a.role for t, a in zip(model.graph.arguments, model.program.arguments, strict=True)}
     activations = _activation_shares(model, groups, choices)
     parameters = shares_of(model, groups, choices, [t for t, r in roles.items() if r in WEIGHTS])
@@ -365,6 +411,7 @@ def describe(model: Model, groups: Groups, choices: NDArray[np.int64]) -> tuple[
         if extra and not (what == "optimizer state" and extra == _extra_axes(model, parameters, explained)):
             lines.append(f"{what} also over {_over(extra)}")
     lines.extend(_host_words(model, choices))
+    # Splitting at most a twentieth of the bytes, such as of one small tensor, does not count as use of an axis.
     used = {a for shares in (activations, parameters, state) for (_, a), share in shares.items() if share > 0.05}
     idle = [a for a in model.axis_names if a not in used and model.mesh.axes[a] > 1]
     if idle:
@@ -373,7 +420,9 @@ def describe(model: Model, groups: Groups, choices: NDArray[np.int64]) -> tuple[
 
 
 def _host_words(model: Model, choices: NDArray[np.int64]) -> list[str]:
-    """Return words on a device's arguments in its host's memory; nothing if there are none."""
+    """Return words on the bytes of a device's arguments in its host's memory, optimizer state apart; nothing if there
+    are none.
+    """
     parts = defaultdict[str, int](int)
     for role, size in argument_bytes_on_host(model, choices).items():
         parts["optimizer state" if role is Role.OPTIMIZER_STATE else "arguments"] += size
@@ -381,7 +430,11 @@ def _host_words(model: Model, choices: NDArray[np.int64]) -> list[str]:
 
 
 def _extra_axes(model: Model, shares: dict[tuple[int, str], float], explained: set[tuple[int, str]]) -> tuple[str, ...]:
-    """Return the axes with a share above 0.3 along a dim group that `explained` does not have."""
+    """Return the axes, in mesh order, that split above 0.3 of the bytes of tensors with a dim group.
+
+    Pairs of group and axis in `explained` do not count.
+    """
+    # A third of the bytes is worth a sentence, even if small or odd tensors are whole.
     axes = {a for (g, a), share in shares.items() if share > 0.3 and (g, a) not in explained}
     return tuple(a for a in model.axis_names if a in axes)
 
@@ -389,7 +442,8 @@ def _extra_axes(model: Model, shares: dict[tuple[int, str], float], explained: s
 def _ranked(names: Sequence[str]) -> list[str]:
     """Return names of dim groups for a sentence, plain words first.
 
-    Dims with a parameter's name only are counted if there are plain words; otherwise at most three are named.
+    Names such as `dim of NAME` are replaced by their count if there are plain words. Otherwise the first three are
+    named and the rest are counted.
     """
     plain = [n for n in names if not n.startswith("dim of ")]
     rest = [n for n in names if n.startswith("dim of ")]
@@ -401,10 +455,10 @@ def _ranked(names: Sequence[str]) -> list[str]:
 
 
 def _over(axes: Sequence[str]) -> str:
-    """Return mesh axes as words."""
+    """Return mesh axes as an enumeration in words."""
     return _join(axis_words(axes))
 
 
 def _join(words: Sequence[str]) -> str:
-    """Return words as an enumeration: `a, b and c`."""
+    """Return words, at least one, as an enumeration: `a, b and c`."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -31,12 +31,14 @@ Axes = dict[str, tuple[str, ...]]
 def named_axes(
     specs: Mapping[str, Spec], shapes: Mapping[str, tuple[int, ...]], names: Names, mesh: Mapping[str, int]
 ) -> Axes:
-    """Return the mapping that agrees with the most elements of these tensors, and that is valid for all of them.
+    """Return the mapping from dim names to axes that agrees with the most elements of these tensors, and is valid for
+    all of them.
 
     - `specs`, `shapes`, `names`: specs, shapes and dim names by tensor.
     - `mesh`: sizes of the axes by name.
 
-    The mapping gives the axes of each name; names of whole dims are left out.
+    Each dim votes for its axes with the elements of its tensor, and more axes win a tie. Names with more votes choose
+    first. The mapping gives the axes of each name; names of whole dims are left out.
     """
     votes: dict[str, dict[tuple[str, ...], int]] = defaultdict(lambda: defaultdict(int))
     for tensor, spec in specs.items():
@@ -58,10 +60,12 @@ def agreed(
 ) -> Axes:
     """Return the settled mapping, extended by wanted axes of further names as far as they are compatible.
 
-    An axis splits at most one dim of a tensor, so names that occur in one tensor have no axis in common.
+    An axis splits at most one dim of a tensor, so names that occur in one tensor have no axis in common. Axes that a
+    neighbour has are dropped; then minor axes are dropped until the rest divides. A name without axes left, or already
+    settled, is not added.
 
     - `order`: names to add, in this order.
-    - `wanted`: axes wanted for each name.
+    - `wanted`: axes wanted for each name, major first.
     - `settled`: mapping that stays.
     - `beside`: for each name the others that occur in one tensor with it.
     - `sizes`: number that the axes of each name must divide.
@@ -79,7 +83,7 @@ def agreed(
 
 
 def together(rows: Iterable[Sequence[str]]) -> dict[str, set[str]]:
-    """Return for every name the others that occur in one row with it."""
+    """Return for every name the other names that occur in at least one row with it."""
     neighbours: dict[str, set[str]] = defaultdict(set)
     for row in rows:
         for name in row:
@@ -88,7 +92,7 @@ def together(rows: Iterable[Sequence[str]]) -> dict[str, set[str]]:
 
 
 def sizes_of(tensors: Iterable[str], shapes: Mapping[str, tuple[int, ...]], names: Names) -> dict[str, int]:
-    """Return the greatest common divisor of each name's sizes in all tensors."""
+    """Return for each name the greatest common divisor of its dims' sizes in all tensors."""
     sizes: dict[str, int] = defaultdict(int)
     for tensor in tensors:
         for name, size in zip(names[tensor], shapes[tensor], strict=True):
@@ -97,7 +101,7 @@ def sizes_of(tensors: Iterable[str], shapes: Mapping[str, tuple[int, ...]], name
 
 
 def by_names(axes: Mapping[str, tuple[str, ...]], names: Sequence[str]) -> Spec:
-    """Return the spec of a tensor with these names of dims."""
+    """Return the spec of a tensor with these names of dims; names without an entry in `axes` are whole."""
     return Spec(tuple(axes.get(name, ()) for name in names))
 
 
@@ -111,7 +115,7 @@ class Mappings:
     """Mapping of inputs and of all computed values."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry of a plan's provenance that `recorded_mappings` reads."""
+        """Return the entry of a plan's provenance that `recorded_mappings` reads, with lists in place of tuples."""
         return {"held": _lists(self.held), "computed": _lists(self.computed)}
 
     @property
@@ -121,7 +125,9 @@ class Mappings:
 
 
 def recorded_mappings(plan: Plan) -> Mappings | None:
-    """Return the mappings within which a plan was made; None if it was not planned within mappings."""
+    """Return the mappings within which a plan was made, from its provenance; None if it was not planned within
+    mappings.
+    """
     recorded = plan.provenance.get("haliax")
     if recorded is None:
         return None
@@ -135,9 +141,12 @@ def _lists(axes: Axes) -> dict[str, list[str]]:
 
 
 class NamedDims:
-    """Names of a model's dims, by dim group."""
+    """Names of a model's dims, by dim group: conversions between choices, mappings of names, and specs."""
 
     def __init__(self, model: Model, groups: Groups) -> None:
+        """Collect names, sizes and neighbours of dims from the arguments, and extend them to computed values by dim
+        group. A name weighs the bytes of computed values that have it.
+        """
         program, structure = model.program, model.structure
         self.model, self.groups, self.names = model, groups, program.dims
         self.shapes = {argument.name: argument.shape for argument in program.arguments}
@@ -175,13 +184,16 @@ class NamedDims:
         self.propagation = Propagation(model, Rest.NAMES)
 
     def _names(self, tensor: int) -> list[list[str]]:
-        """Return the names of every dim of a tensor."""
+        """Return for each dim of a tensor the names of its dim group; empty for a dim without a group or names."""
         own = tensor_groups(self.model.structure, self.groups.of_factor, tensor)
         return [[] if group is None else self.of_group.get(group, []) for group in own]
 
     def mappings(self, choices: NDArray[np.int64]) -> Mappings:
         """Return the mappings that agree with most of a choice: one of parameters, and one of inputs and computed
         values.
+
+        The mapping of computed values extends that of inputs by axes that split more than half of the bytes of a dim
+        group.
         """
         mesh, model = self.model.mesh.axes, self.model
         specs = {name: tensor_spec(model, choices, tensor) for name, tensor in self.tensors.items()}
@@ -192,13 +204,14 @@ class NamedDims:
         split = shares_of(model, self.groups, choices, self.values)
         wanted: dict[str, tuple[str, ...]] = {}
         for group, names in self.of_group.items():
+            # More than half of the bytes: the majority decides for all values with the name.
             axes = tuple(axis for axis in model.axis_names if split.get((group, axis), 0.0) > 0.5)
             wanted |= {name: axes for name in names if len(axes) > len(wanted.get(name, ()))}
         order = sorted(wanted, key=lambda name: (-self.weights[name], name))
         return Mappings(parameters, agreed(order, wanted, inputs, self.cooccurring_names[1][1], self.sizes, mesh))
 
     def specs(self, mappings: Mappings) -> dict[str, Spec]:
-        """Return the specs of arguments under mappings."""
+        """Return the specs of named arguments under mappings: inputs by `computed`, all others by `held`."""
         inputs = self.of_role[Role.BATCH]
         return {
             name: by_names(mappings.computed if name in inputs else mappings.held, self.names[name])
@@ -212,7 +225,11 @@ class NamedDims:
         return self.propagation.choices(self.specs(mappings), self._values(mappings))
 
     def _values(self, mappings: Mappings) -> Iterator[tuple[int, mlir.Dims]]:
-        """Yield the computed values with named dims, and the axes of their dims under mappings."""
+        """Yield the computed values with named dims, and the axes of their dims under mappings.
+
+        Values that share a dim group with an input go by `computed`, others by `held`. A dim with several names has the
+        axes of the first one that is mapped. Values with one axis on two dims are skipped.
+        """
         for tensor in self.values:
             own = tensor_groups(self.model.structure, self.groups.of_factor, tensor)
             names = self._names(tensor)
@@ -223,7 +240,12 @@ class NamedDims:
                 yield tensor, dims
 
     def changes(self, mappings: Mappings) -> Iterator[Mappings]:
-        """Yield mappings that differ in one name of one of the two."""
+        """Yield valid mappings that differ in the axes of one name in one of the two mappings, names of most bytes
+        first.
+
+        Each name gets every ordered set of mesh axes, none included. Axes that a neighbour has, or that do not divide,
+        exclude a change.
+        """
         mesh = self.model.mesh.axes
         axis_tuples = [each for count in range(len(mesh) + 1) for each in itertools.permutations(mesh, count)]
         for name in sorted(self.sizes, key=lambda name: (-self.weights[name], name)):

@@ -37,7 +37,7 @@ class Form:
 
     name: str
     help: str
-    """Code or frameworks that the form is for."""
+    """Code or frameworks that the form is for, as users read it."""
     rest: Rest
     text: bool = True
     """True for a text; False for a file of bytes, which `autoshard.exec.jax_export` writes."""
@@ -84,9 +84,9 @@ def form_named(name: str) -> Form:
 
 
 def check_names(form: Form, program_name: str, program: Program | None, problem: str = "") -> None:
-    """Raise `UserError` if a form needs names of dims and the program gives none.
+    """Raise `UserError` if a form needs names of dims (`Rest.NAMES`) and the program gives none.
 
-    Without a program the error quotes `problem`, the reason for its absence.
+    Without a program the error quotes `problem`, the reason for its absence. Other forms always pass.
     """
     if form.rest is Rest.NAMES and program is None:
         raise UserError(f"the {form.name} form goes by the names that dims have in {program_name}: {problem}")
@@ -98,15 +98,18 @@ def check_names(form: Form, program_name: str, program: Program | None, problem:
 
 
 def in_mesh_order(spec: Spec, mesh: Mapping[str, int]) -> bool:
-    """Return True if the axes that split one dim are in the order of the mesh, for every dim."""
+    """Return True if the axes that split one dim are in the order of the mesh, for every dim. Raises `ValueError` for
+    an axis that the mesh lacks.
+    """
     axes = list(mesh)
     return all([axes.index(axis) for axis in dim] == sorted(axes.index(axis) for axis in dim) for dim in spec.dims)
 
 
 def dims_by_axis(spec: Spec, mesh: Mapping[str, int]) -> list[int | None] | None:
-    """Return for each mesh axis the dim that it splits, or None; None alone if DTensor cannot express the spec.
+    """Return for each mesh axis the dim that it splits, or None for an axis that splits nothing.
 
-    DTensor splits a dim by several axes in the order of the mesh, major first.
+    DTensor splits a dim by several axes in the order of the mesh, major first. None in place of the list if it cannot
+    express the spec.
     """
     if not in_mesh_order(spec, mesh):
         return None
@@ -115,20 +118,28 @@ def dims_by_axis(spec: Spec, mesh: Mapping[str, int]) -> list[int | None] | None
 
 
 def layer_spec(plan: Plan, name: str) -> Spec:
-    """Return the spec of a parameter in a torch module: that of one layer if the plan stacks layers."""
+    """Return the spec of a plan's argument in a torch module: without the first dim if the plan stacks layers under
+    this name.
+    """
     spec = plan.arguments[name]
     return Spec(spec.dims[1:]) if is_stacked(name) else spec
 
 
 def module_pattern(plan: Plan, name: str) -> str:
-    """Return a regular expression for a torch module's names of a parameter of the plan, one name for each layer."""
+    """Return a regular expression for a torch module's names of a plan's parameter: one name for each layer of a stack,
+    else the name alone.
+    """
     return layer_pattern(name, (plan.shapes[name] or (0,))[0])
 
 
 def parameter_of(state: str, shapes: Mapping[str, tuple[int, ...]], roles: Mapping[str, str]) -> str | None:
-    """Return the parameter of an optimizer state: the longest name at the end of the state's, with the same shape.
+    """Return the parameter of an optimizer state; None if there is none, or if several match equally.
 
-    Return None if there is none, or if several names match equally.
+    First, the longest proper suffix of the state's dotted name that is a parameter of the same shape. Else, the
+    parameter of the same shape whose name shares the most last parts with the state's, at least one.
+
+    - `state`: name of the state.
+    - `shapes`, `roles`: shapes and roles of all arguments by name.
     """
     parts = state.split(".")
     for start in range(1, len(parts)):
@@ -146,7 +157,7 @@ def parameter_of(state: str, shapes: Mapping[str, tuple[int, ...]], roles: Mappi
 
 
 def _common_end(a: list[str], b: list[str]) -> list[str]:
-    """Return the common end of two lists."""
+    """Return the longest common suffix of two lists."""
     count = 0
     while count < min(len(a), len(b)) and a[-1 - count] == b[-1 - count]:
         count += 1
@@ -154,7 +165,7 @@ def _common_end(a: list[str], b: list[str]) -> list[str]:
 
 
 def inputs_axis(specs: Mapping[str, Spec], roles: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the axis that splits the first dim of the first split input; empty if none is split."""
+    """Return the major axis of the first input whose first dim is split, as a tuple of one; empty if none is split."""
     firsts = (spec.dims[0][:1] for name, spec in specs.items() if roles[name] == "batch" and spec.dims)
     return next((axes for axes in firsts if axes), ())
 
@@ -168,8 +179,13 @@ def expressible_specs(
 ) -> dict[str, Spec | None]:
     """Return the specs of a plan's arguments as a form expresses them; None for specs that the form leaves open.
 
+    - `form`: its flags `layers`, `ordered`, `single` and `state` decide.
     - `specs`, `shapes`, `roles`: those of the arguments by name.
     - `mesh`: sizes of the axes by name.
+
+    Without `layers`, the first dim of a stack is whole. With `ordered`, a spec in another order of axes becomes
+    replicated. With `single`, each dim has its major axis only, and the first dim of all inputs has the axis of
+    `inputs_axis`. Without `state`, optimizer state has the spec of its parameter, or None without one.
     """
     expressed: dict[str, Spec | None] = {}
     for name, spec in specs.items():
@@ -194,12 +210,14 @@ def expressible_specs(
 
 
 def splits_nothing(specs: Mapping[str, Spec | None], mesh: Mapping[str, int]) -> bool:
-    """Return True if every device would store all tensors of these specs whole."""
+    """Return True if every device would store all tensors of these specs whole; None counts as whole."""
     return all(spec is None or spec.shards(mesh) == 1 for spec in specs.values())
 
 
 def splits_in_plan(plan: Plan) -> int:
-    """Return the number of arguments, results and inner values that a plan splits."""
+    """Return the number of specs in a plan that split their value: arguments, results, pins, results of regions,
+    operands and results of calls.
+    """
     named = [*plan.arguments.values(), *plan.results.values()]
     inner = [pin.spec for pin in plan.pins] + [s for region in plan.regions for s in region.results]
     inner += [spec for call in plan.calls for spec in (*call.operands, *call.results)]

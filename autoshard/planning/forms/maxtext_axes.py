@@ -18,7 +18,7 @@ from autoshard.planning.space.plan_options import Limits
 NAME = "maxtext"
 """Name of the form, of its layout, and of its entry in the provenance of a plan."""
 USES = ("expert", "data", "fsdp", "tensor", "context")
-"""Uses that MaxText has for an axis."""
+"""Uses of an axis that the provenance of a plan may record."""
 PRICED_USES = ("data", "fsdp", "tensor")
 """Uses of an axis that can be priced."""
 SOLVE_S = 20.0
@@ -26,12 +26,18 @@ SOLVE_S = 20.0
 
 
 def maxtext_uses(plan: Plan) -> dict[str, str]:
-    """Return the use of each axis of a plan in MaxText's words: pipeline, expert, data, fsdp, tensor or context."""
+    """Return the use of each axis of a plan by name, in MaxText's words: pipeline, expert, data, fsdp, tensor or
+    context.
+    """
     return {axis: _use(plan, axis) for axis in plan.mesh}
 
 
 def _use(plan: Plan, axis: str) -> str:
-    """Return the use of one axis, from the plan's provenance or else from its specs and words."""
+    """Return the use of one axis: that of the plan's provenance, else the first that fits its specs and axis roles.
+
+    The order is pipeline, expert, batch, tensor (heads, ffn), context. An axis of the batch is `fsdp` if it also splits
+    weights or state, else `data`. All else is `tensor`.
+    """
     recorded = plan.origin.form_axes.get(axis)
     if recorded in USES:
         return recorded
@@ -62,12 +68,15 @@ def maxtext_candidate(
     limit: int | None = None,
     seed: int = 0,
 ) -> Candidate | None:
-    """Return MaxText's sharding with these uses of the axes; None for uses or sizes that cannot be priced.
+    """Return MaxText's sharding with these uses of the axes, completed by the solver; None if it cannot be priced.
 
-    - `uses`: use of each axis by its name.
-    - `memory_limit`: bytes for the verdict.
+    - `model`, `groups`: the priced program and its dim groups.
+    - `uses`: use of each axis by its name; others than `PRICED_USES` give None.
+    - `memory_limit`: bytes of one device for the verdict `fits`.
     - `limit`: bytes for the solver; None for no limit.
     - `seed`: seed of the solver.
+
+    None also if sizes do not divide, or if the solver completes no choice in `SOLVE_S`.
     """
     if not set(uses.values()) <= set(PRICED_USES):
         return None
@@ -87,7 +96,9 @@ def maxtext_candidate(
 
 
 def maxtext_candidates(model: Model, groups: Groups, limits: Limits) -> Iterator[tuple[Candidate, dict[str, Any]]]:
-    """Yield MaxText's shardings with all uses of the axes, each with its entry for the provenance."""
+    """Yield MaxText's shardings for every assignment of `PRICED_USES` to the axes that can be priced, each with its
+    entry for the provenance.
+    """
     for uses in itertools.product(PRICED_USES, repeat=len(model.axis_names)):
         named = dict(zip(model.axis_names, uses, strict=True))
         candidate = maxtext_candidate(model, groups, named, limits.memory_bytes, limits.memory_bytes, limits.seed)

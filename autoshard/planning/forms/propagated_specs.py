@@ -37,7 +37,14 @@ class Propagation:
     """Specs of results that are given too. A result that replaces an argument always has the argument's spec."""
 
     def choices(self, given: Given, inner: Iterable[tuple[int, mlir.Dims]] = ()) -> NDArray[np.int64]:
-        """Return the alternative of every node; `inner` are specs of values inside of the program, by tensor."""
+        """Return the alternative of every node (int array [nodes]), completed from argument specs.
+
+        - `given`: specs of arguments by name.
+        - `inner`: specs of computed values by tensor, which only `Rest.NAMES` uses.
+
+        Values are decided first, by the system of `rest`; open ones take state 0. Then copies and ops take the
+        alternative with the least seconds between these values.
+        """
         chosen = np.full(len(self.model.nodes), -1, dtype=np.int64)
         self._apply_given(chosen, given)
         if self.rest is Rest.DTENSOR:
@@ -61,7 +68,9 @@ class Propagation:
     # Given specs
 
     def _apply_given(self, chosen: NDArray[np.int64], given: Given) -> None:
-        """Choose the states of the arguments with given specs."""
+        """Choose the states of the clusters of arguments with given specs (in place); a later argument of one cluster
+        overrides.
+        """
         model = self.model
         for argument, tensor in zip(model.program.arguments, model.graph.arguments, strict=True):
             spec, cluster = given.get(argument.name), model.structure.cluster_of[tensor]
@@ -71,8 +80,10 @@ class Propagation:
                 chosen[node] = self._nearest(node, [(tensor, (*spec.dims, *((),) * words))])
 
     def _nearest(self, node: int, wanted: Sequence[tuple[int, mlir.Dims]]) -> int:
-        """Return the state of a cluster that agrees with the most elements of its tensors, given the axes of their
-        dims.
+        """Return the state of a cluster that agrees best with wanted specs; the first of equals.
+
+        `wanted` has the axes of each dim for some tensors of the cluster. Each mesh axis that agrees counts with the
+        elements of the tensor.
         """
         model = self.model
         states = model.nodes[node].states
@@ -89,7 +100,11 @@ class Propagation:
     # XLA
 
     def _propagate_with_shardy(self, chosen: NDArray[np.int64], given: Given) -> None:
-        """Choose the state of every value as Shardy's propagation does."""
+        """Choose the state of every open cluster as Shardy's propagation does (in place).
+
+        The program's results have the specs of the arguments that they replace, or those of `results`. Values that
+        Shardy's passes replace are left to `_fill`.
+        """
         model, program = self.model, self.model.program
         arguments = [given.get(a.name) for a in program.arguments]
         results = [
@@ -110,7 +125,9 @@ class Propagation:
         self._fill(chosen)  # results of ops that Shardy's passes replace
 
     def _fill(self, chosen: NDArray[np.int64]) -> None:
-        """Choose the states of open values as their producers leave them."""
+        """Choose the states of all clusters that are still open as their producers leave them (in place); ops stay
+        open.
+        """
         ahead = chosen.copy()
         self._propagate_forward(ahead)
         nodes = list(self.model.cluster_node)
@@ -119,7 +136,9 @@ class Propagation:
     # Names
 
     def _apply_names(self, chosen: NDArray[np.int64], inner: Iterable[tuple[int, mlir.Dims]]) -> None:
-        """Choose the state of every value with a given spec."""
+        """Choose the state of every open cluster with specs in `inner` (in place), then the others as their producers
+        leave them.
+        """
         model = self.model
         wanted: dict[int, list[tuple[int, mlir.Dims]]] = defaultdict(list)
         for tensor, dims in inner:
@@ -131,14 +150,16 @@ class Propagation:
 
     @functools.cached_property
     def inlined(self) -> bytes:
-        """The module of the program, with calls inlined."""
+        """The module of the program, with calls inlined, as bytecode."""
         return mlir.to_bytes(mlir.inline_calls(mlir.parse_module(self.model.program.module)))
 
     # DTensor
 
     def _propagate_forward(self, chosen: NDArray[np.int64]) -> None:
-        """Choose strategies and values op by op: each op moves its operands least and leaves its results split like
-        them.
+        """Choose strategies and values op by op, in program order (in place).
+
+        Each op moves its operands least, in seconds, and leaves its results split like them. Open operands become
+        whole.
 
         Among equal costs the first strategy wins, which splits least. Partial results are summed if the result is
         planned whole.
@@ -165,11 +186,14 @@ class Propagation:
                         chosen[model.cluster_node[cluster]] = self._nearest(model.cluster_node[cluster], [result_axes])
 
     def _left(self, op: Op, node: int | None, result: int, chosen: NDArray[np.int64]) -> tuple[int, mlir.Dims] | None:
-        """Return the axes of an op's result as the op leaves it; None if no operand is chosen yet.
+        """Return an op's result tensor with the axes of its dims as the op leaves it; None if no operand is chosen yet.
 
         - `node`: node of the op's strategies; None for an op without.
         - `result`: number of the result.
         - `chosen`: alternative of every node, -1 if open.
+
+        An op without strategies follows the operand that gives its result the most axes, the first of equals; without a
+        rule, None.
         """
         model, tensor = self.model, op.results[result]
         rank = len(model.graph.tensors[tensor].shape)
@@ -198,24 +222,24 @@ class Propagation:
         return best
 
     def _names(self, axes: Sequence[int] | NDArray[np.int64]) -> list[str]:
-        """Return the names of mesh axes."""
+        """Return the names of mesh axes by their numbers."""
         return [self.model.axis_names[int(a)] for a in axes]
 
     # Prices between chosen states
 
     @functools.cached_property
     def copies(self) -> list[int]:
-        """The nodes of copies of tensors in another spec."""
+        """The nodes of copies of tensors in another spec, sorted."""
         return sorted(self.model.copy_nodes.values())
 
     @property
     def copies_of(self) -> Mapping[tuple[int, int], int]:
-        """The node of each copy, by tensor and loop."""
+        """The node of each copy, by (tensor, loop)."""
         return self.model.copy_nodes
 
     @functools.cached_property
     def reshards(self) -> tuple[dict[int, list[Reshard]], dict[int, list[Reshard]]]:
-        """The reshards into and out of every node."""
+        """The reshards into every node and those out of every node, by node."""
         into, out = defaultdict(list), defaultdict(list)
         for reshard in self.model.reshards:
             into[reshard.target].append(reshard)
@@ -223,7 +247,9 @@ class Propagation:
         return into, out
 
     def _runs_alone(self, op_id: int) -> NDArray[np.bool_]:
-        """Return True for the strategies of an op that need specs only: no region in space, no call on shards."""
+        """Return True for the strategies of an op that specs alone can express: no split in space with halos, no opaque
+        call on shards.
+        """
         op, states = self.model.graph.ops[op_id], self.model.nodes[self.model.op_node[op_id]].states
         if op.opaque is not None and op.opaque.on_shards:
             return (states == WHOLE).all(axis=1)
@@ -238,12 +264,14 @@ class Propagation:
         work: bool = True,
         allowed: NDArray[np.bool_] | None = None,
     ) -> int:
-        """Return the alternative of a node with the least seconds, given its neighbours' alternatives.
+        """Return the alternative of a node with the least seconds, given its neighbours' alternatives; the first of
+        equals.
 
-        - `chosen`: alternative of every node, -1 if open.
+        - `node`: the node to choose for.
+        - `chosen`: alternative of every node, -1 if open; open neighbours cost nothing.
         - `into`, `out`: True to count reshards into the node and out of it.
         - `work`: True to count the node's own time.
-        - `allowed`: True for each alternative that may be chosen; None for all.
+        - `allowed`: True for each alternative that may be chosen; None, or no True, allows all.
         """
         record = self.model.nodes[node]
         seconds = np.zeros(len(record.states))
@@ -266,8 +294,9 @@ class Propagation:
 
 
 def _seconds(reshard: Reshard) -> NDArray[np.float64]:
-    """Return the seconds of a reshard in one step for every pair of distinct states; infinite for an impossible
-    pair.
+    """Return the seconds of a reshard in one step for every pair of distinct states of source and target.
+
+    The array is [rows, columns]; it is infinite for a forbidden pair.
     """
     total: NDArray[np.float64] = np.zeros((int(reshard.rows.max()) + 1, int(reshard.columns.max()) + 1))
     for cost in reshard.costs.values():

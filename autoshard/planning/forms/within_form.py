@@ -36,7 +36,7 @@ TRIES = 200
 the same input gives the same plan.
 """
 HEARD = 60
-"""Most sets of specs that are completed by XLA's propagation, which takes longer."""
+"""Most sets of specs that are completed by XLA's propagation, which takes longer; it replaces `TRIES` then."""
 AHEAD = 12
 """Number of best sets from DTensor's propagation that XLA's propagation then completes."""
 NAMED = 400
@@ -44,7 +44,10 @@ NAMED = 400
 
 
 def price_form(plan: Plan, program: Program, form: Form) -> Prediction | None:
-    """Price the step if only the form's part of a plan is applied; None if the form cannot be priced.
+    """Price the step if only the form's part of a plan is applied; None if MaxText's sharding cannot be priced.
+
+    A form that expresses the whole plan, or within which the plan was made, has the plan's own prediction. Otherwise
+    the form's specs are completed by the system of `form.rest`.
 
     Raises `UserError` for a program that is not the plan's, and for a plan that cannot be priced again.
     """
@@ -68,7 +71,8 @@ def price_form(plan: Plan, program: Program, form: Form) -> Prediction | None:
 def by_name(plan: Plan, program: Program) -> tuple[Mappings, dict[str, Spec]]:
     """Return a plan as mappings of dim names, and the specs of named arguments under these mappings.
 
-    Raises `UserError` as `price_form` does.
+    The mappings are those within which the plan was made, else those closest to its choices. Raises `UserError` for a
+    plan that cannot be priced again on the program.
     """
     reading = analyse_program(program, Topology.parse(plan.topology).backend)
     model, choices = reprice(plan, program, reading)
@@ -97,13 +101,14 @@ def plan_within(
 ) -> BestWithin:
     """Return the best choice that fits, satisfies the constraints and that the form can express.
 
+    - `form`: form with `Rest` other than `PLAN`.
     - `model`, `groups`: the priced program and its dim groups.
     - `found`: result of the search without the form, from which this search starts.
     - `required`: the user's constraints.
-    - `limits`: limits of memory and time.
+    - `limits`: limits of memory and time (processor seconds).
     - `progress`: receives lines of progress.
 
-    Raises `InfeasibleError` if no choice fits.
+    Raises `InfeasibleError`, with the least peak found, if no choice fits.
     """
     if form.rest is Rest.MAXTEXT:
         best, origin = _best_maxtext(model, groups, required, limits)
@@ -123,9 +128,9 @@ def plan_within(
 
 
 def without_pins(plan: Plan, form: Form, free_s: float) -> Plan:
-    """Return a plan without pins, regions and calls, which the form cannot express.
+    """Return a plan without pins, regions and calls, which the form cannot express, and with a warning about that.
 
-    `free_s` is the step time in seconds without the form; the warning names it if the plan is slower.
+    `free_s` is the step time in seconds without the form; the warning names it if the plan is more than 0.1 % slower.
     """
     from autoshard.base.units import format_seconds
 
@@ -136,7 +141,9 @@ def without_pins(plan: Plan, form: Form, free_s: float) -> Plan:
 
 
 def _rank(candidate: Candidate) -> tuple[bool, float, int]:
-    """Return the sort key of a candidate: those that fit by time, others by peak."""
+    """Return the sort key of a candidate: those that fit come first, by expected seconds and then peak; others by peak
+    bytes.
+    """
     peak = candidate.outcome.peak_bytes
     return not candidate.fits, round(candidate.expected_s, 12) if candidate.fits else float(peak), peak
 
@@ -144,7 +151,9 @@ def _rank(candidate: Candidate) -> tuple[bool, float, int]:
 def _best_maxtext(
     model: Model, groups: Groups, required: Required, limits: Limits
 ) -> tuple[Candidate | None, dict[str, Any]]:
-    """Return the best of all uses of the axes that satisfies the constraints, with its entry for the provenance."""
+    """Return the best of all uses of the axes that satisfies the constraints, with its entry for the provenance; (None,
+    {}) without one. The result may exceed the memory limit.
+    """
     found = [each for each in maxtext_candidates(model, groups, limits) if required.holds(each[0].choices)]
     return min(found, key=lambda each: _rank(each[0]), default=(None, {}))
 
@@ -152,16 +161,20 @@ def _best_maxtext(
 def _best_names(
     form: Form, model: Model, groups: Groups, found: SearchResult, required: Required, limits: Limits
 ) -> tuple[Candidate | None, dict[str, Any]]:
-    """Return the best mappings of names, with their entry for the provenance.
+    """Return the best mappings of names as a candidate, with their entry for the provenance; (None, {}) without one.
 
-    The search starts from the mappings closest to known choices, and changes one name of one mapping at a time.
+    The search starts from the mappings closest to known choices and from empty ones. It changes one name of one mapping
+    at a time until nothing improves, `NAMED` mappings are priced, or the processor time of `limits` is spent. The
+    result may exceed the memory limit.
     """
     named, until = NamedDims(model, groups), processor_seconds() + limits.seconds
     tried: dict[Any, Candidate | None] = {}
     best: tuple[Candidate, Mappings] | None = None
 
     def take(mappings: Mappings) -> None:
-        """Price mappings; store them if they are the best so far."""
+        """Price mappings, unless they were tried or the search is spent; store them if they are the best so far.
+        Mappings that need pins or break a constraint are no candidates.
+        """
         nonlocal best
         if mappings.key in tried or len(tried) >= NAMED or processor_seconds() > until:
             return
@@ -204,6 +217,7 @@ class _FormSearch:
         limits: Limits,
         progress: Callable[[str], None],
     ) -> None:
+        """Start a search that ends after the processor seconds of `limits`, or after `HEARD` or `TRIES` sets."""
         self.form, self.model, self.groups, self.required = form, model, groups, required
         self.limits, self.progress = limits, progress
         self.until = processor_seconds() + limits.seconds
@@ -222,7 +236,11 @@ class _FormSearch:
         self.best: Candidate | None = None
 
     def run(self, found: SearchResult) -> Candidate | None:
-        """Return the best candidate; `found` gives the starts."""
+        """Return the best candidate, even if it does not fit; None if no set of specs gives one.
+
+        The starts are the specs of all choices in `found`, replication and, under XLA's propagation, the results of
+        `ahead`.
+        """
         starts = [self.specs(start.choices) for start in (found.best, *found.fitting, *found.baselines.values())]
         starts.append({name: Spec.replicated(len(self.shapes[name])) for name in self.tensors})
         for specs in starts:
@@ -234,7 +252,10 @@ class _FormSearch:
         return self.best
 
     def ahead(self, starts: Iterable[Mapping[str, Spec]]) -> list[dict[str, Spec]]:
-        """Return the best specs under DTensor's propagation, which is faster than XLA's."""
+        """Return the specs of the `AHEAD` best candidates under DTensor's propagation, which is faster than XLA's.
+
+        The search for them starts from `starts` and may spend half of the remaining time.
+        """
         quick = dataclasses.replace(self.form, rest=Rest.DTENSOR)
         half = dataclasses.replace(self.limits, seconds=(self.until - processor_seconds()) / 2)
         search = _FormSearch(quick, self.model, self.groups, self.required, half, self.progress)
@@ -245,7 +266,9 @@ class _FormSearch:
         return [self.specs(each.choices) for each in candidates[:AHEAD]]
 
     def local_search(self) -> None:
-        """Apply changes to the best specs until none improves them."""
+        """Apply changes to the best specs until a pass over all changes improves nothing or the search is spent; report
+        each pass.
+        """
         while self.best is not None and not self.spent:
             before = _rank(self.best)
             for change in (*self.by_group(), *self.argument_changes()):
@@ -256,15 +279,17 @@ class _FormSearch:
 
     @property
     def spent(self) -> bool:
-        """True once the search may try no more."""
+        """True once the search has tried `tries` sets or its processor time is over."""
         return len(self.tried) >= self.tries or processor_seconds() > self.until
 
     def specs(self, choices: NDArray[np.int64]) -> dict[str, Spec]:
-        """Return the specs of arguments under choices."""
+        """Return the specs of arguments with a cluster under choices, by name."""
         return {name: tensor_spec(self.model, choices, tensor) for name, tensor in self.tensors.items()}
 
     def price_specs(self, specs: Mapping[str, Spec] | None) -> None:
-        """Price a set of specs; store it if it is the best so far."""
+        """Price a set of specs, as the form expresses it, once; store it if it is the best so far. None, or a spent
+        search, does nothing.
+        """
         if specs is None or self.spent:
             return
         given = expressible_specs(self.form, specs, self.shapes, self.roles, self.model.mesh.axes)
@@ -275,7 +300,9 @@ class _FormSearch:
                 self.best = candidate
 
     def candidate_of(self, given: Mapping[str, Spec | None]) -> Candidate | None:
-        """Return the candidate that the given specs complete to; None if it needs pins or breaks a constraint."""
+        """Return the candidate that the given specs complete to; None if it needs pins, breaks a constraint, or joins
+        states that exclude each other.
+        """
         choices = self.propagation.choices(given)
         if needs_pins(self.model, choices) or not self.required.holds(choices):
             return None
@@ -288,7 +315,10 @@ class _FormSearch:
     # Changes of the search
 
     def by_group(self) -> Iterator[Callable[[dict[str, Spec]], dict[str, Spec] | None]]:
-        """Yield changes that put an axis over one dim group, or over none, in all arguments with the group's dims."""
+        """Yield changes that put an axis over one dim group, or over none, in all arguments with the group's dims.
+
+        Each change is a function from specs by name to new specs by name. A spec stays if its dim does not divide.
+        """
         dims = {
             name: tensor_groups(self.model.structure, self.groups.of_factor, self.tensors[name]) for name in self.own
         }
@@ -296,7 +326,7 @@ class _FormSearch:
         for axis, group in itertools.product(self.model.axis_names, [None, *present]):
 
             def change(specs: dict[str, Spec], axis: str = axis, group: int | None = group) -> dict[str, Spec] | None:
-                """Return specs with the axis over the dim group."""
+                """Return specs with the axis over the dim group only, or over nothing if the group is None."""
                 changed = dict(specs)
                 for name, own in dims.items():
                     if group is None or group in own:
@@ -307,7 +337,9 @@ class _FormSearch:
             yield change
 
     def moved(self, spec: Spec, name: str, axis: str, at: int | None) -> Spec:
-        """Return a spec with an axis over dim `at` only; the spec itself if the dim does not divide."""
+        """Return a spec with an axis over dim `at` only, or over none for None. Axes of one dim are in mesh order; the
+        spec itself returns if they do not divide the dim.
+        """
         order = self.model.axis_names
         dims = [tuple(a for a in axes if a != axis) for axes in spec.dims]
         if at is not None:
@@ -317,7 +349,10 @@ class _FormSearch:
         return Spec(tuple(dims))
 
     def argument_changes(self) -> Iterator[Callable[[dict[str, Spec]], dict[str, Spec] | None]]:
-        """Yield changes to any other spec of an argument and of those with a similar name, the largest first."""
+        """Yield changes to each allowed spec of an argument and of those with a similar name, the most bytes first.
+
+        Names are similar if they differ in digits only and their shapes are equal.
+        """
         slots: dict[tuple[str, tuple[int, ...]], list[str]] = {}
         for name in self.own:
             slots.setdefault((re.sub(r"\d+", "*", name), self.shapes[name]), []).append(name)
@@ -326,11 +361,11 @@ class _FormSearch:
                 yield lambda specs, names=names, spec=spec: {**specs, **dict.fromkeys(names, spec)}
 
     def size(self, names: Iterable[str]) -> int:
-        """Return the bytes of some arguments."""
+        """Return the bytes of some arguments, before they are split."""
         return sum(self.model.graph.tensors[self.tensors[name]].bytes for name in names)
 
     def alternatives(self, name: str) -> list[Spec]:
-        """Return all specs of an argument that the constraints allow."""
+        """Return the distinct specs of an argument that the constraints allow, in the order of its states."""
         model, tensor = self.model, self.tensors[name]
         node = model.cluster_node[model.structure.cluster_of[tensor]]
         trial = np.zeros(len(model.nodes), dtype=np.int64)

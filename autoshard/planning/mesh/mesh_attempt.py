@@ -34,7 +34,7 @@ SMALL_PAIRS = 3_000_000
 MOST_AHEAD = 6
 """Most meshes whose prices a process stores until they are used. Their pairs together are at most `MOST_PAIRS`."""
 BOUNDS = 8
-"""Rounds of weights that bound a mesh which is most likely not better."""
+"""Rounds of weights that may raise the bound of a mesh which is most likely not better (`hopeless`)."""
 GOOD_ENOUGH = 3e-3
 """Plan gap at which a mesh is solved well enough for comparison."""
 
@@ -45,12 +45,14 @@ class MeshBest:
 
     mesh: Mesh
     choices: NDArray[np.int64]
+    """Chosen state of each node."""
     outcome: Outcome
     tight_s: float
     """Expected seconds that nearly full memory adds to its step."""
     solution: Solution
     """Answer for the weighting whose bound is `bound_s`."""
     bound_s: float
+    """Lower bound in seconds of a step within the memory limit."""
     weightings: int
     """Number of rounds of the search on the mesh."""
 
@@ -60,13 +62,15 @@ class Incumbent:
     """The incumbent: figures of the best mesh so far that another mesh must beat."""
 
     step_s: float
+    """Seconds of the step, with the expected cost of nearly full memory."""
     axes: int
+    """Number of axes of the incumbent mesh."""
     weights: Weights
     """Best time weights on the incumbent mesh, used as a start on other meshes."""
 
     def beaten_by_s(self, axes: int) -> float:
-        """Return the seconds below which a mesh of this many axes beats the incumbent; more axes must gain
-        `LEAST_GAIN`.
+        """Return the seconds below which a mesh of this many axes beats the incumbent; a mesh with more axes must save
+        the share `LEAST_GAIN`.
         """
         return self.step_s * (1 - LEAST_GAIN if axes > self.axes else 1.0)
 
@@ -77,10 +81,11 @@ class MeshAttempt:
 
     mesh: Mesh
     excluded: str = ""
-    """Reason for which the mesh was not tried; empty if it was."""
+    """Reason for which the mesh was not solved; empty if it was, or if a bound decided."""
     refusal: UserError | None = None
     """Error that explains why the user's constraints cannot hold on the mesh."""
     bound_s: float | None = None
+    """Lower bound in seconds of plans that fit on the mesh; None if there is none above 0."""
     best: MeshBest | None = None
     """Best plan found that fits."""
     excess: float = math.inf
@@ -94,15 +99,16 @@ class MeshAttempt:
     model: Model | None = None
     """Priced mesh. This field and `required` are set if the mesh beats its rival or has none."""
     required: Required | None = None
+    """Constraints of the user, as masks of the states of `model`."""
 
     @property
     def outcome(self) -> Outcome | None:
-        """The step and the memory of the best plan; None without a plan."""
+        """The step and the memory of the best plan that fits; None without one."""
         return None if self.best is None else self.best.outcome
 
     @property
     def tight_s(self) -> float:
-        """The expected seconds that nearly full memory adds to the best plan's step."""
+        """The expected seconds that nearly full memory adds to the best plan's step; 0 without a plan."""
         return 0.0 if self.best is None else self.best.tight_s
 
     @property
@@ -113,22 +119,27 @@ class MeshAttempt:
         return math.inf if self.best is None else self.best.outcome.step_time_s + self.best.tight_s
 
     def beats(self, rival: Incumbent | None) -> bool:
-        """Return True if the best plan on the mesh beats the rival."""
+        """Return True if the mesh has a plan that beats the rival; any plan beats None."""
         if self.best is None:
             return False
         return rival is None or self.step_s < rival.beaten_by_s(len(self.mesh.sizes))
 
     def as_incumbent(self) -> Incumbent:
-        """Return this trial as the incumbent for other meshes."""
+        """Return this trial as the incumbent for other meshes; it must have been searched."""
         assert self.weights is not None
         return Incumbent(self.step_s, len(self.mesh.sizes), self.weights)
 
 
 class MeshAttempts:
-    """Attempts at meshes for one program. A pickled copy carries none of the prices."""
+    """Attempts at meshes for one program, with a store of prices. A pickled copy carries none of the prices."""
 
     def __init__(self, task: Task, time_limit: float, hopeless: bool = False) -> None:
-        """Create attempts; with `hopeless`, spend more work on bounds, since likely no mesh beats the first rival."""
+        """Create attempts.
+
+        - `task`: the program and how to price it.
+        - `time_limit`: processor seconds of the solves on one mesh.
+        - `hopeless`: True to spend more work on bounds, since likely no mesh beats the first rival.
+        """
         self.task, self.time_limit, self.hopeless = task, time_limit, hopeless
         self._ahead: dict[Mesh, _PricedMesh] = {}
         self._pairs: dict[Mesh, int] = {}
@@ -138,7 +149,11 @@ class MeshAttempts:
         return MeshAttempts, (self.task, self.time_limit, self.hopeless)
 
     def price_ahead(self, mesh: Mesh) -> None:
-        """Price a mesh before its rival is known, if the prices can be stored until the trial."""
+        """Price a mesh before its rival is known, if the prices can be stored until the trial.
+
+        A mesh with more than `MOST_PAIRS` pairs gets only its floor. An unusable mesh, a full store or a `UserError`
+        does nothing.
+        """
         if mesh in self._ahead or unusable(self.task.reading, mesh):
             return
         if self.pairs(mesh) > MOST_PAIRS:
@@ -152,11 +167,15 @@ class MeshAttempts:
         self._ahead.clear()
 
     def bound(self, mesh: Mesh, rival: Incumbent | None) -> MeshAttempt | None:
-        """Return the trial of a mesh if bounds decide it; None if the mesh must be solved."""
+        """Return the trial of a mesh if bounds decide it; None if the mesh must be solved. A mesh that was priced and
+        bounded stays stored.
+        """
         return self._decide_by_bounds(mesh, rival, keep=True)
 
     def bounded(self, mesh: Mesh) -> float:
-        """Return the lower bound in seconds of a mesh that was bounded and must still be solved."""
+        """Return the lower bound in seconds of a mesh that was bounded and must still be solved; 0 without a bound.
+        Raises `KeyError` if its prices are not stored.
+        """
         search = self._ahead[mesh].search
         return 0.0 if search is None else search.weighing.bound_s
 
@@ -165,7 +184,11 @@ class MeshAttempts:
     ) -> MeshAttempt:
         """Try one mesh against the best so far, only until it is known not to be better.
 
-        With `keep` its prices stay stored, since another rival may follow. Raises `Stopped` after `stop` is set.
+        - `mesh`, `rival`: mesh to try, and incumbent that it must beat; None if there is none.
+        - `keep`: True to store the prices after the trial, since another rival may follow.
+        - `stop`: event that ends the search.
+
+        Ends at a plan gap of `GOOD_ENOUGH` or at the time limit. Raises `Stopped` after `stop` is set.
         """
         decided = self._decide_by_bounds(mesh, rival, keep)
         if decided is not None:
@@ -183,7 +206,9 @@ class MeshAttempts:
     def _decide_by_bounds(self, mesh: Mesh, rival: Incumbent | None, keep: bool) -> MeshAttempt | None:
         """Return the trial of a mesh as far as no solving is needed; None if the mesh must be solved.
 
-        A mesh that must be solved is stored with its bound.
+        An unusable mesh, too many pairs, and constraints that cannot hold decide it. So do least bytes above the limit
+        and a bound that does not beat the rival. A mesh that must be solved is stored with its bound; `keep` stores
+        prices of others too.
         """
         excluded = unusable(self.task.reading, mesh)
         if excluded:
@@ -209,17 +234,17 @@ class MeshAttempts:
         return None if solve else _tried(search, required, rival)
 
     def is_small(self, mesh: Mesh) -> bool:
-        """Return True if a mesh is usable and cheap to price."""
+        """Return True if a mesh is usable and cheap to price, with at most `SMALL_PAIRS` pairs."""
         return not unusable(self.task.reading, mesh) and self.pairs(mesh) <= SMALL_PAIRS
 
     def pairs(self, mesh: Mesh) -> int:
-        """Return the number of pairs of alternatives at both ends of all reshards, before any is priced."""
+        """Return the number of pairs of alternatives at both ends of all reshards, counted without prices; cached."""
         if mesh not in self._pairs:
             self._pairs[mesh] = _pairs(self.task.reading, mesh, bool(self.task.stages))
         return self._pairs[mesh]
 
     def floor(self, mesh: Mesh) -> float:
-        """Return a lower bound in seconds of all plans on the mesh, without prices."""
+        """Return a lower bound in seconds of all plans on the mesh, computed without prices and cached."""
         if mesh not in self._floors:
             task = self.task
             self._floors[mesh] = least_seconds(
@@ -234,7 +259,7 @@ class MeshAttempts:
         return _PricedMesh(model, self.task.required(model))
 
     def _keep(self, begun: "_PricedMesh") -> None:
-        """Store the prices of a mesh; discard the oldest ones if there is no room."""
+        """Store the prices of a mesh as the newest; discard the oldest ones until there is room."""
         mesh = begun.model.mesh
         self._ahead.pop(mesh, None)
         while not self._has_room(self.pairs(mesh)):
@@ -242,14 +267,17 @@ class MeshAttempts:
         self._ahead[mesh] = begun
 
     def _has_room(self, pairs: int) -> bool:
-        """Return True if prices with this many pairs may be stored too."""
+        """Return True if prices with this many pairs may be stored too, by `MOST_AHEAD` and `MOST_PAIRS`; an empty
+        store accepts any.
+        """
         stored_pairs = sum(self.pairs(mesh) for mesh in self._ahead)
         return not stored_pairs or len(self._ahead) < MOST_AHEAD and stored_pairs + pairs <= MOST_PAIRS
 
     def _unsolved(self, mesh: Mesh, beat_s: float) -> MeshAttempt:
         """Return the trial of a mesh with too many pairs to solve.
 
-        Its lower bound may prune the mesh; otherwise the trial names the bound as all that is known.
+        A lower bound of at least `beat_s` seconds prunes the mesh. Otherwise it is excluded, and the reason names the
+        bound as all that is known.
         """
         bound, pairs = self.floor(mesh), format_count(self.pairs(mesh))
         if bound >= beat_s:
@@ -272,14 +300,14 @@ class _PricedMesh:
 
 
 def _beaten_by_s(rival: Incumbent | None, mesh: Mesh) -> float:
-    """Return the seconds below which a mesh beats the rival; infinite without a rival."""
+    """Return the seconds below which a mesh beats the rival, by its number of axes; infinite without a rival."""
     return math.inf if rival is None else rival.beaten_by_s(len(mesh.sizes))
 
 
 def _bounded(model: Model, required: Required, rival: Incumbent | None, rounds: int) -> WeightSearch:
     """Return the beginning of a search, with a bound if there is a rival.
 
-    `rounds` is the number of weightings that may raise the bound.
+    Weights start from the rival's, or even without one. `rounds` is the number of weightings that may raise the bound.
     """
     weights = normalise(even_weights(model)) if rival is None else carried_weights(model, rival.weights)
     search = WeightSearch(model, Weighing(weights), repeats=find_repeats(model))
@@ -289,7 +317,10 @@ def _bounded(model: Model, required: Required, rival: Incumbent | None, rounds: 
 
 
 def _tried(search: WeightSearch, required: Required, rival: Incumbent | None) -> MeshAttempt:
-    """Return the trial of a search; it includes the prices if the mesh beats its rival or has none."""
+    """Return the trial of a search: its bound, its weights, and its best plan if any fits.
+
+    It includes the prices if the mesh beats its rival or has none.
+    """
     weighing, solved = search.weighing, search.certified
     best = None
     if search.best is not None and solved is not None:
@@ -318,7 +349,8 @@ def _tried(search: WeightSearch, required: Required, rival: Incumbent | None) ->
 def unusable(reading: AnalysedProgram, mesh: Mesh) -> str:
     """Return the reason for which no plan on a mesh can serve the program; empty if one may.
 
-    Every mesh may serve a program whose dims are all of size 1.
+    The reason is a mesh axis larger than 1 whose size divides the size of no dim group. Every mesh may serve a program
+    whose dims are all of size 1.
     """
     sizes = [size for size in reading.groups.sizes.values() if size > 1]
     for name, count in mesh.axes.items():
@@ -328,14 +360,18 @@ def unusable(reading: AnalysedProgram, mesh: Mesh) -> str:
 
 
 def _pairs(reading: AnalysedProgram, mesh: Mesh, staged: bool = False) -> int:
-    """Return the number of pairs of alternatives at both ends of all reshards, before any is priced."""
+    """Return the number of pairs of alternatives at both ends of all reshards, before any is priced.
+
+    An edge counts the states of its tensor times the strategies of its heavy op, or the states of the result of another
+    op. With `staged`, only states that the stage axis allows count.
+    """
     graph, structure = reading.graph, reading.structure
     axes, backend = list(mesh.sizes), mesh.topology.backend
     stages = stage_axis(reading, mesh) if staged else None
     counts: dict[object, int] = {}
 
     def cluster_states(number: int) -> int:
-        """Return the number of states of a cluster."""
+        """Return the number of states of a cluster, by its number."""
         cluster = structure.clusters[number]
         key = (cluster.sizes, tuple(sorted(cluster.blocked)), None if stages is None else number)
         if key not in counts:
@@ -344,7 +380,7 @@ def _pairs(reading: AnalysedProgram, mesh: Mesh, staged: bool = False) -> int:
         return counts[key]
 
     def op_strategies(number: int) -> int:
-        """Return the number of strategies of a heavy op."""
+        """Return the number of strategies of a heavy op, by its number."""
         op = graph.ops[number]
         key = (op.kind, op.rule, op.opaque, op.halos, None if stages is None else number)
         if key not in counts:

@@ -32,8 +32,11 @@ class Chosen:
 
     model: Model
     required: Required
+    """User's constraints on the chosen mesh."""
     choices: NDArray[np.int64] | None
+    """Chosen state of each node; None if nothing fits on any mesh."""
     tried: tuple[MeshTried, ...]
+    """Rows of all meshes, the chosen one first."""
     others: tuple[MeshBest, ...]
     """Best choices found on each other mesh."""
     unconstrained_bound_s: float
@@ -58,7 +61,12 @@ class MeshSearch:
     """
 
     def __init__(self, trials: MeshAttempts, progress: Callable[[str], None], rival: Incumbent | None = None) -> None:
-        """Create a search; `rival` is the incumbent that a plan must beat."""
+        """Create a search.
+
+        - `trials`: prices, bounds and solves single meshes.
+        - `progress`: receives a line for each mesh.
+        - `rival`: incumbent that a plan must beat; None if there is none.
+        """
         self.trials, self.progress, self.rival = trials, progress, rival
         self.done: list[MeshAttempt] = []
         """Finished trials, without their prices."""
@@ -72,8 +80,11 @@ class MeshSearch:
     def run(self, topology: Topology, crew: WorkerCrew, meshes: Sequence[Mesh] | None = None) -> Chosen:
         """Return the best of all candidate meshes, or of the given `meshes`.
 
-        Raises `UserError` if the user's constraints can hold on no mesh. With a given rival, raises `PrunedByBound` if
-        no mesh beats it and `InfeasibleError` if nothing fits.
+        If nothing fits, return the mesh that exceeds the memory limit least, without choices. Many meshes without a
+        rival are first compared with a scouted one; if none beats it, they are searched again without it.
+
+        Raises `UserError` if no mesh serves the program or can satisfy the user's constraints. With a given rival,
+        raises `PrunedByBound` if no mesh beats it and `InfeasibleError` if nothing fits.
         """
         crew.share("trials", self.trials)
         meshes = candidate_meshes(topology) if meshes is None else meshes
@@ -99,10 +110,12 @@ class MeshSearch:
         )
 
     def scouted(self, meshes: Sequence[Mesh]) -> Incumbent | None:
-        """Return an incumbent from one mesh for all others; None if that mesh gives no plan.
+        """Return an incumbent from one mesh for all others; None for fewer than `SCOUTED` meshes, or if that mesh gives
+        no plan.
 
-        The mesh is the one with the least time of its ops without communication, among meshes that are cheap to price.
-        The incumbent's time is raised by twice `LEAST_GAIN`, so that a simpler mesh may still be preferred.
+        The mesh is the one with the least floor among meshes that are cheap to price (`is_small`). The incumbent's time
+        is raised by twice `LEAST_GAIN`, and it counts as having the most axes, so that a simpler mesh may still be
+        preferred.
         """
         if len(meshes) < SCOUTED:
             return None
@@ -117,9 +130,10 @@ class MeshSearch:
         return dataclasses.replace(trial.as_incumbent(), step_s=(1 + 2 * LEAST_GAIN) * trial.step_s, axes=sys.maxsize)
 
     def take(self, trial: MeshAttempt) -> None:
-        """Accept the next trial and compare it with the best one so far.
+        """Accept the next trial, in order: record and report it, and make it the best one if it beats its rival.
 
-        Raises `UserError` if two meshes refuse the program for the same reason.
+        The rival is the best trial so far, else `ceiling`. Until a mesh is the best, the trial that exceeds memory
+        least is stored as `nearest`. Raises `UserError` if two meshes refuse the program for the same reason.
         """
         if trial.refusal is not None:
             if any(str(trial.refusal) == str(other) for other in self.refusals):
@@ -135,7 +149,9 @@ class MeshSearch:
                 self.nearest = trial
 
     def beaten(self, topology: Topology) -> Exception:
-        """Return the exception that explains why no mesh beats the given rival."""
+        """Return the exception that explains why no mesh beats the given rival: `PrunedByBound` with the least bound of
+        meshes where plans may fit, else a refusal or `InfeasibleError`.
+        """
         assert self.rival is not None
         bounds = [trial.bound_s for trial in self.done if trial.bound_s is not None and not _without_room(trial)]
         if bounds:
@@ -145,7 +161,9 @@ class MeshSearch:
         return InfeasibleError("no plan fits on any mesh")
 
     def refused(self, topology: Topology) -> UserError:
-        """Return the error that explains why no mesh serves the program."""
+        """Return the error that explains why no mesh serves the program: the last refusal of the user's constraints,
+        else the sizes that no mesh divides.
+        """
         if self.refusals:
             return self.refusals[-1]
         sizes = sorted({size for size in self.trials.task.reading.groups.sizes.values() if size > 1})
@@ -159,12 +177,12 @@ class MeshSearch:
 
 
 def _without_room(trial: MeshAttempt) -> bool:
-    """Return True if a mesh was solved or bounded and nothing fits on it."""
+    """Return True if a mesh was solved or bounded and nothing fits in memory on it."""
     return trial.best is None and trial.excess < math.inf
 
 
 def _so_far(trial: MeshAttempt, rival: Incumbent | None) -> str:
-    """Return the progress text of a trial."""
+    """Return the progress text of a trial: the reason that excludes it, its step time, or the reason for no plan."""
     if trial.excluded:
         return trial.excluded
     if trial.outcome is not None:
@@ -173,7 +191,7 @@ def _so_far(trial: MeshAttempt, rival: Incumbent | None) -> str:
 
 
 def _without_plan(trial: MeshAttempt, best_s: float) -> str:
-    """Return the reason for which a mesh has no plan."""
+    """Return the reason for which a mesh has no plan, from its bound and the incumbent's step `best_s` in seconds."""
     if trial.bound_s is None or trial.bound_s < best_s * (1 - LEAST_GAIN):
         return "no plan on it fits"
     if trial.bound_s < best_s:
@@ -182,10 +200,12 @@ def _without_plan(trial: MeshAttempt, best_s: float) -> str:
 
 
 def _records(trials: Sequence[MeshAttempt], chosen: MeshAttempt) -> tuple[MeshTried, ...]:
-    """Return the rows of all trials, the chosen one first and the others by time."""
+    """Return the rows of all trials, the chosen one first and the others by step time, then by bound."""
 
     def verdict(trial: MeshAttempt) -> str:
-        """Return the verdict of a trial."""
+        """Return the verdict of a trial: `chosen`, the reason that excludes it or leaves it without a plan, or why it
+        is slower.
+        """
         if trial.mesh == chosen.mesh:
             return "chosen"
         if trial.excluded:
@@ -193,7 +213,7 @@ def _records(trials: Sequence[MeshAttempt], chosen: MeshAttempt) -> tuple[MeshTr
         return _without_plan(trial, chosen.step_s) if trial.outcome is None else _slower(trial, chosen)
 
     def place(trial: MeshAttempt) -> tuple[bool, float, float]:
-        """Return the sort key of a trial."""
+        """Return the sort key of a trial; trials without a plan come last, by bound."""
         return trial.mesh != chosen.mesh, trial.step_s, trial.bound_s or math.inf
 
     return tuple(
@@ -209,7 +229,11 @@ def _records(trials: Sequence[MeshAttempt], chosen: MeshAttempt) -> tuple[MeshTr
 
 
 def _slower(trial: MeshAttempt, chosen: MeshAttempt) -> str:
-    """Return the parts of the step in which a solved mesh is slower than the chosen one."""
+    """Return in words how much slower a solved mesh is than the chosen one, and in which parts of the step.
+
+    A mesh that is faster by less than `LEAST_GAIN` and has more axes is reported as a saving that is too small. Parts
+    that differ by less than 0.1 % of the step are left out.
+    """
     mine, theirs = trial.outcome, chosen.outcome
     assert mine is not None and theirs is not None
     # The chosen step takes zero seconds in a program without ops.
@@ -248,7 +272,9 @@ class _Key:
     """The number of a mesh and the key of the rival that it must beat."""
 
     number: int
+    """Position of the mesh among the candidates."""
     rival: "_Key | None"
+    """Key of the trial that gives the rival; None for the first rival."""
 
 
 class InOrder:
@@ -281,10 +307,13 @@ class InOrder:
         self.rival: _Key | None = None
         """Key of the best mesh before `next`."""
         self.rivals: dict[_Key, Incumbent] = {}
+        """Incumbents of trials with a plan, by key of the trial."""
         self.done: dict[_Key, MeshAttempt] = {}
+        """Finished trials that are not accepted yet."""
         self.undecided: set[_Key] = set()
         """Keys that are bounded and still have to be solved."""
         self.begun: set[tuple[_Key, _Step]] = set()
+        """Jobs that run or ended, and were not lost."""
         self.priced_at: dict[int, int] = {}
         """Slot that has the prices of each mesh."""
 
@@ -294,7 +323,10 @@ class InOrder:
         return self.next == len(self.meshes)
 
     def take(self, slot: int) -> Job | None:
-        """Return the next job for a slot; None if none is open."""
+        """Return the next job for a slot of the crew; None if none is open.
+
+        Slot 0 first accepts finished trials. The job is recorded as begun.
+        """
         if slot == 0:
             self._accept()
         chosen = min(self._open(), key=lambda one: self._turn(*one, slot), default=None)
@@ -311,14 +343,18 @@ class InOrder:
         return Job((key, step), self.trials.attempt, (mesh, against, step is _Step.GUESSED), stoppable=True)
 
     def _turn(self, key: _Key, step: _Step, slot: int) -> tuple[bool, _Step, int]:
-        """Return the priority of a job in a slot; the least one is first."""
+        """Return the priority of a job in a slot; the least one is first. Meshes that have prices in another slot come
+        last, then jobs go by step, then by mesh.
+        """
         # A slot that has the prices of a mesh has half of its trial done. Prices start from the last mesh, since late
         # meshes have most axes and take longest. Trials start from the first mesh.
         elsewhere = self.priced_at.get(key.number, slot) != slot
         return elsewhere, step, -key.number if step is _Step.PRICES else key.number
 
     def put(self, job: Job, slot: int, value: MeshAttempt | None) -> None:
-        """Record the result of a job; `value` is None if the trial is not complete."""
+        """Record the result of a finished job; `value` is None if the trial is not complete, and after a bound the mesh
+        must be solved.
+        """
         key, step = _of(job)
         if value is not None:
             self.done[key] = value
@@ -328,17 +364,19 @@ class InOrder:
             self.undecided.add(key)
 
     def lose(self, job: Job) -> None:
-        """Release a job that was not done, so that it may begin again."""
+        """Release a job that was stopped or failed, so that it may begin again in any slot."""
         self.begun.discard(_of(job))
         self.priced_at.pop(_of(job)[0].number, None)
 
     def outdated(self, job: Job) -> bool:
-        """Return True if the rival of a running job is no longer the guessed one."""
+        """Return True if a running job's mesh is done or its rival is no longer the guessed one."""
         key, _ = _of(job)
         return all(key != other for other, _ in self._chain())
 
     def _accept(self) -> None:
-        """Accept finished trials in order, up to the first unfinished one."""
+        """Accept finished trials in order, up to the first unfinished one, and advance `rival` to each that beats its
+        rival.
+        """
         while not self.finished and (trial := self.done.pop(key := _Key(self.next, self.rival), None)) is not None:
             if trial.beats(self._against(key)):
                 self.rival = key
@@ -346,11 +384,14 @@ class InOrder:
             self.accept(trial)
 
     def _against(self, key: _Key) -> Incumbent | None:
-        """Return the rival of a key; None if there is none."""
+        """Return the incumbent that a key's mesh must beat; None if there is none."""
         return self.first if key.rival is None else self.rivals[key.rival]
 
     def _chain(self) -> Iterator[tuple[_Key, bool]]:
-        """Yield the unfinished trials in order, each with its guessed rival and True if that rival is certain."""
+        """Yield the unfinished trials in order, each with its guessed rival and True if that rival is certain.
+
+        Only the first is certain; later ones are guessed as if unfinished meshes were not better.
+        """
         rival, sure = self.rival, True
         for number in range(self.next, len(self.meshes)):
             key = _Key(number, rival)
@@ -362,7 +403,9 @@ class InOrder:
                 rival = key
 
     def _open(self) -> Iterator[tuple[_Key, _Step]]:
-        """Yield the jobs that may begin now, in order."""
+        """Yield the jobs that may begin now and have not begun, in order of meshes. Without `ahead` they are those of
+        the first unfinished mesh.
+        """
         for key, sure in self._chain():
             if not sure and not self.ahead:
                 return
@@ -371,7 +414,11 @@ class InOrder:
                     yield key, step
 
     def _steps(self, key: _Key, sure: bool) -> Iterator[_Step]:
-        """Yield the steps that may be done for a mesh now; `sure` is True if its rival is certain."""
+        """Yield the steps that may be done for a mesh now; `sure` is True if its rival is certain.
+
+        A certain one is tried whole, unless its bound or its guessed trial is running. An uncertain one is only priced
+        without a rival, bounded with one, and tried once its bound leaves it undecided.
+        """
         bounding = (key, _Step.BOUND) in self.begun and key not in self.undecided
         guessing = (key, _Step.GUESSED) in self.begun
         if sure:

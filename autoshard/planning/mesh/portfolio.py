@@ -54,14 +54,18 @@ class Contender:
 
     name: str
     why: str
+    """Search step that found it, in words."""
     choices: NDArray[np.int64]
+    """Chosen state of each node."""
     outcome: Outcome
     tight_s: float
+    """Expected seconds that nearly full memory adds to its step."""
     model: Callable[[], Model]
     """Function that returns the priced mesh. The call takes a while if the prices have to be computed again."""
     solution: Solution
     """Answer of the Problem whose bound is `bound_s`."""
     bound_s: float
+    """Lower bound in seconds of a step on its mesh."""
     weightings: int
     """Number of rounds of the search that found it."""
 
@@ -72,8 +76,9 @@ class Contender:
 
 
 def contender(model: Model, found: SearchResult, each: Candidate, name: str, why: str) -> Contender:
-    """Return a choice on a searched mesh as a contender.
+    """Return a choice on a searched mesh as a contender, with the prices of the mesh.
 
+    - `model`: the priced mesh.
     - `found`: result of the search, which gives bound, solution and rounds.
     - `each`: the choice.
     - `name`, `why`: name of the contender and the words on its source.
@@ -84,10 +89,10 @@ def contender(model: Model, found: SearchResult, each: Candidate, name: str, why
 
 
 def visited_choices(model: Model, found: SearchResult, required: Required) -> list[Contender]:
-    """Return the choices that a search visited, as contenders.
+    """Return the choices that a search visited, as contenders: first those of the weightings, then baselines.
 
-    They are the fitting choices of every weighting, the best one included, and the completed baselines that fit and
-    satisfy the constraints.
+    They are the fitting choices of every weighting, the best one included. Completed baselines must fit and satisfy the
+    constraints; their names end in `*`.
     """
     visited = [contender(model, found, each, each.name, _found_words(each)) for each in found.fitting]
     named = [each for each in found.baselines.values() if each.fits and required.holds(each.choices)]
@@ -112,9 +117,10 @@ def on_other_mesh(other: MeshBest, price: Callable[[Mesh], Model]) -> Contender:
 
 
 def alternative_choices(model: Model, found: SearchResult, required: Required, limits: Limits) -> list[Contender]:
-    """Return the choices found without overlap, and within less memory.
+    """Return the choices found without overlap, and within each of `MEMORY_TARGETS`, as far as there are any.
 
-    A memory target that the plan already satisfies is skipped.
+    A memory target that the plan already satisfies is skipped; the first target that no choice satisfies ends the
+    search. Each search may spend an equal share of the time in `limits`.
     """
     contenders = []
     share_of_limits = limits.share(1 / (1 + len(MEMORY_TARGETS)))
@@ -136,12 +142,12 @@ def alternative_choices(model: Model, found: SearchResult, required: Required, l
 def pick(
     first: Contender, plan: Plan, others: Iterable[Contender], most: int, write: Callable[[Contender], Plan]
 ) -> tuple[PlanCandidate, ...]:
-    """Return the first contender, already written as `plan`, and the fastest others that differ from it and from each
+    """Return the first contender, already written as `plan`, then the fastest others that differ from it and from each
     other.
 
-    - `others`: contenders in any order.
-    - `most`: largest number of candidates.
-    - `write`: writes a contender as a plan.
+    - `others`: contenders in any order; those slower than `SLOWEST` times the first are left out.
+    - `most`: largest number of candidates, the first included.
+    - `write`: writes a contender as a plan; plans that a compiler could not tell apart count once.
     """
     contenders, chosen = [first], [PlanCandidate(first.name, first.why, plan)]
     for each in sorted(others, key=lambda c: (c.expected_s, c.outcome.peak_bytes)):
@@ -156,10 +162,10 @@ def pick(
 
 
 def differ(first: Outcome, second: Outcome) -> bool:
-    """Return True if two choices differ by more than `DIFFERENCE`, in time or in peak memory.
+    """Return True if two choices differ by more than `DIFFERENCE`, in spending of time or in peak memory.
 
-    Differences in seconds of compute and of each kind of collective are summed, as a share of the slower step. Names of
-    axes do not count.
+    Differences in seconds of compute and of each kind of collective are summed, as a share of the slower step. Peaks
+    are compared as a share of the larger one. Names of axes do not count.
     """
     mine, theirs = _spending(first), _spending(second)
     moved = sum(abs(mine[what] - theirs[what]) for what in {*mine, *theirs})
@@ -180,7 +186,7 @@ def _applied(plan: Plan) -> tuple[object, ...]:
     """Return the parts of a plan that a compiler receives: mesh, device order, specs, and ops and calls that run on
     shards.
 
-    Two plans with equal parts are the same.
+    Two plans with equal parts run the same step.
     """
     return plan.mesh, plan.device_order, plan.arguments, plan.results, plan.pins, plan.regions, plan.calls
 
@@ -200,7 +206,9 @@ def _found_words(candidate: Candidate) -> str:
 
 
 def _without_overlap(model: Model, found: SearchResult, required: Required, limits: Limits) -> Candidate | None:
-    """Return the choice that is best if no communication overlaps with compute; None if it does not fit."""
+    """Return the choice that is best if no communication overlaps with compute, priced with overlap. None if it does
+    not fit or breaks a constraint.
+    """
     weights: Weights = dict.fromkeys(found.weights, 1.0)
     terms = Terms(limits.memory_bytes, limits.seconds, limits.seed, found.best.choices, required.allowed)
     solved = solve_within(model, weights, terms)

@@ -49,16 +49,20 @@ class AnalysedProgram:
     """Mesh-independent analysis of a program."""
 
     graph: OpGraph
+    """Ops and tensors of the program."""
     structure: Structure
+    """Clusters, heavy ops and the edges between decisions."""
     liveness: Liveness
+    """Buffers and fusions, as the backend's compiler makes them."""
     groups: Groups
+    """Dim groups of the program."""
 
 
 def analyse_program(program: Program, backend: str, kept: bool = False) -> AnalysedProgram:
-    """Read the ops, decisions, lifetimes and dim groups of a program.
+    """Read the ops, decisions, lifetimes and dim groups of a program, lowered for a backend (`BACKENDS`).
 
     Lifetimes depend on `backend`, since its compiler decides which tensors reach memory. With `kept`, the op graph is
-    read from the cache on disk if it is there.
+    read from the cache on disk if it is there, and stored there otherwise.
     """
     read, traits = cached_graph if kept else read_graph, BACKENDS[backend]
     program = lowered_for(program, traits.platform)
@@ -84,7 +88,9 @@ def analyse_program(program: Program, backend: str, kept: bool = False) -> Analy
 
 
 def as_planned(program: Program, plan: Plan) -> Program:
-    """Return the program that a plan is for: lowered for the plan's devices, without the lifted constraints."""
+    """Return the program that a plan is for: lowered for the plan's devices, and without its constraints if the plan
+    lifted all of them.
+    """
     lifted = plan.origin.lifted == Lifted.ALL
     return lowered_for(lift_constraints(program) if lifted else program, Topology.parse(plan.topology).traits.platform)
 
@@ -101,12 +107,14 @@ def _words(program: Program, graph: OpGraph) -> list[tuple[int, int]]:
 def batch_dims(program: Program) -> tuple[int, list[tuple[int, ...]], list[tuple[int, ...]]]:
     """Return the number of examples in the batch, and the batch dims of every argument and of every result.
 
-    The number is 0 if the program has no batch, or if an argument or a result merges the batch with another dim.
+    The number is 0, and all dims are empty, if the program has no batch. The same holds if batch dims have different
+    sizes, as where an argument or a result merges the batch with another dim.
     """
     reading = analyse_program(program, "cpu")
     groups, graph = reading.groups, reading.graph
 
     def dims(tensor: int) -> tuple[int, ...]:
+        """Return the dims of a tensor that belong to the batch's dim group."""
         dim_groups = tensor_groups(reading.structure, groups.of_factor, tensor)
         return tuple(dim for dim, group in enumerate(dim_groups) if group == groups.batch)
 
@@ -132,10 +140,11 @@ def build_model(
     A mesh axis is cut into parts where a dim group divides by a part of the axis only.
 
     - `reading`: analysis of the program for the backend of the mesh.
+    - `mesh`: uncut mesh, or one with an axis already cut.
     - `memory_limit`: bytes of one device.
     - `calibration`: default: the calibration of the mesh's chip, with nothing learned.
     - `tables`: path tables to share with other programs that are priced with the same calibration.
-    - `staged`: if True, a mesh axis `stage` is reserved for the stages of a pipeline.
+    - `staged`: if True, a mesh axis `stage` is reserved for the stages of a pipeline, and is never cut.
     """
     where = (stage_axis(reading, mesh) if staged else None) or axis_parts_of(reading.groups, mesh) or mesh
     graph, structure, liveness = reading.graph, reading.structure, reading.liveness
@@ -146,10 +155,11 @@ def build_model(
 
 
 def reprice(plan: Plan, program: Program, reading: AnalysedProgram) -> tuple[Model, NDArray[np.int64]]:
-    """Return the model and the choices of a stored plan, priced with the calibration that the plan was made with.
+    """Return the model and the choices (one number for each node) of a stored plan.
 
-    Raises `UserError` if the plan does not store its choices (an older or another version made it). Raises it also if
-    the choices are not priced at the step time that the plan predicts.
+    Prices use the calibration that the plan was made with. Raises `UserError` if the plan does not store choices that
+    suit the model (an older or another version made it). Raises it also if the choices are not priced at the step time
+    that the plan predicts, within a millionth.
     """
     mesh = make_mesh(Topology.parse(plan.topology), plan.mesh)
     figures = recorded_calibration(
@@ -178,7 +188,9 @@ def reprice(plan: Plan, program: Program, reading: AnalysedProgram) -> tuple[Mod
 
 
 def plan_bills(program: Program, plans: Sequence[Plan]) -> list[Bill]:
-    """Return the bill of one step of each plan of a program. Raises `UserError` as `reprice` does."""
+    """Return the bill of one step of each plan of a program, in order; all plans must be for the backend of the first.
+    Raises `UserError` as `reprice` does.
+    """
     if not plans:
         return []
     reading = analyse_program(program, Topology.parse(plans[0].topology).backend)
@@ -192,17 +204,20 @@ class Task:
     program: Program
     reading: AnalysedProgram
     asked: Asked
+    """Constraints of the user, before they are applied to a mesh."""
     memory_limit: int
     """Bytes of one device that no plan may exceed."""
     seed: int
+    """Seed of the solver on every mesh."""
     calibration: Calibration
+    """Calibration from which all prices are computed."""
     tables: PathTables | None = None
     """Path tables shared with other programs that are priced with the same calibration."""
     stages: int = 0
     """Number of pipeline stages, 0 for none; each mesh then has an axis `stage` of this size, for the stages alone."""
 
     def priced(self, mesh: Mesh) -> Model:
-        """Build the priced model of the program on a mesh."""
+        """Build the priced model of the program on a mesh, with an axis of stages if there are stages."""
         limit, staged = self.memory_limit, bool(self.stages)
         return build_model(self.program, self.reading, mesh, limit, self.calibration, self.tables, staged)
 
@@ -212,14 +227,18 @@ class Task:
 
 
 def planned_part(program: Program) -> Program:
-    """Return the program without the callables and arguments that run it, which cannot be pickled."""
+    """Return the program without the callables, arguments and source that run it, most of which cannot be pickled;
+    calling it raises `RuntimeError`.
+    """
     return dataclasses.replace(
         program, fn=_stays_here, args=(), make_args=None, source=None, lowerings=None, eager=None
     )
 
 
 def share(crew: WorkerCrew, program: Program, reading: AnalysedProgram) -> None:
-    """Share with a crew of worker processes the objects that all prices refer to."""
+    """Share with a crew of worker processes the objects that all prices refer to: the program's planned part and its
+    analysis.
+    """
     crew.share("program", program, planned_part(program))
     for name in ("graph", "structure", "liveness"):
         crew.share(name, getattr(reading, name))
@@ -227,6 +246,7 @@ def share(crew: WorkerCrew, program: Program, reading: AnalysedProgram) -> None:
 
 
 def _stays_here(*args: object) -> None:
+    """Raise `RuntimeError`: this stands for the program's function in helpers."""
     raise RuntimeError("a helper cannot run the program")
 
 
@@ -234,7 +254,7 @@ def least_seconds(graph: OpGraph, topology: Topology, calibration: Calibration) 
     """Return a lower bound on the predicted seconds of one step of any plan on the topology.
 
     Every matmul, convolution and kernel is divided among all devices and runs at the calibrated share of their peak.
-    Ops in regions that the program splits by hand are left out.
+    Ops in regions that the program splits by hand, ops without a sharding rule, and dots that only sum are left out.
     """
     seconds = 0.0
     for op in graph.ops:

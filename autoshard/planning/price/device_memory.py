@@ -40,7 +40,9 @@ class Headroom:
     error_mean: float
     """Mean of compiled minus predicted peaks, as a share of the memory, over programs that need much of it."""
     error_deviation: float
+    """Standard deviation of compiled minus predicted peaks, as a share of the memory."""
     source: str
+    """Origin of the figures, in words."""
 
     def excess(self, predicted: float, limit: float) -> float:
         """Return the expected share of the memory by which the need exceeds `limit`, for a predicted share.
@@ -54,14 +56,16 @@ class Headroom:
         return max(0.0, self.error_deviation * (density + above * self.chance(predicted, limit)))
 
     def chance(self, predicted: float, limit: float) -> float:
-        """Return the probability that the need exceeds `limit`, for a predicted share of the memory."""
+        """Return the probability that the need exceeds `limit`, for a predicted share of the memory; need and limit are
+        shares of it.
+        """
         above = (predicted + self.error_mean - limit) / self.error_deviation
         return 0.5 * math.erfc(-above / math.sqrt(2.0)) if above > -NEGLIGIBLE_DEVIATIONS else 0.0
 
 
 @functools.cache
 def load_headroom() -> Headroom:
-    """Load the constants that `experiments/fidelity/headroom.py` measured."""
+    """Load the constants that `experiments/fidelity/headroom.py` measured, from the file in this folder; cached."""
     return Headroom(**json.loads(_FILE.read_text()))
 
 
@@ -69,7 +73,8 @@ def tight_seconds(topology: Topology, peak_bytes: int, compute_s: float, hidden_
     """Return the expected seconds that nearly full memory adds to a step.
 
     The result is never negative, and 0 for backends other than TPUs. The peak is compared with the usable memory of the
-    chip, not with the memory limit.
+    chip, not with the memory limit. At most a forward pass of recomputation is added, and the share `unhidden` of
+    hidden communication.
 
     - `peak_bytes`: predicted peak of one device.
     - `compute_s`, `hidden_s`: seconds of compute and of hidden communication in the step.
@@ -86,7 +91,9 @@ def tight_seconds(topology: Topology, peak_bytes: int, compute_s: float, hidden_
 
 
 def lower_memory_targets(topology: Topology) -> tuple[int, ...]:
-    """Return two peaks in bytes: the compiler recomputes at the first with even odds, and at the second hardly ever."""
+    """Return two peaks in bytes of one device, the larger first. The compiler recomputes at the first with even odds,
+    and at the second in 2 % of cases.
+    """
     headroom = load_headroom()
     even = headroom.recompute_from - headroom.error_mean
     # Two standard deviations below even odds the need exceeds the limit in 2 % of cases.
@@ -97,6 +104,7 @@ JOINED = 30 * 2**20 + 7
 """Bytes up to which the GPU compiler combines collectives: the default of its thresholds."""
 
 _Steps = Iterable[tuple[str, tuple[str, ...], float, float]]
+"""Collectives of one reshard: kind, mesh axes, bytes and seconds of each."""
 _Group = tuple[str, tuple[str, ...], int]
 """Kind, mesh axes and block of collectives that the compiler may combine."""
 
@@ -108,15 +116,19 @@ class _Buffered:
     start: int
     stop: int
     size: int
+    """Bytes of the buffer on one device."""
     tensor: int
+    """Tensor that the collective gathers or sums."""
 
 
 def collective_buffers(
     model: Model, choices: NDArray[np.int64], steps: Sequence[_Steps]
 ) -> list[tuple[int, int, int, str, int]]:
-    """Return (first op, end, bytes, kind, tensor) of the buffers that collectives occupy.
+    """Return (first op, end, bytes, kind, tensor) of the buffers that collectives occupy on one device.
 
-    `steps` has the collectives of every reshard, in the order of `model.reshards`.
+    `steps` has the collectives of every reshard, in the order of `model.reshards`. Gathered operands of heavy ops have
+    kind `gathered`, partial results of heavy ops before their sum `temporaries`. Both are extended where the compiler
+    combines collectives.
     """
     gathers: dict[_Group, list[_Buffered]] = defaultdict(list)
     sums: dict[_Group, list[_Buffered]] = defaultdict(list)
@@ -136,7 +148,7 @@ def collective_buffers(
 
 
 def _users(model: Model) -> dict[tuple[int, int], list[int]]:
-    """Return the heavy ops that consume a tensor, by tensor and block."""
+    """Return the heavy ops that consume a tensor, by (tensor, loop of the op)."""
     consumers: dict[tuple[int, int], list[int]] = defaultdict(list)
     for edge in model.structure.edges:
         if edge.op >= 0 and edge.operand >= 0 and model.graph.ops[edge.op].op_class is OpClass.HEAVY:
@@ -147,9 +159,10 @@ def _users(model: Model) -> dict[tuple[int, int], list[int]]:
 def _gathered(
     model: Model, reshard: Reshard, choices: NDArray[np.int64], users: Mapping[tuple[int, int], list[int]]
 ) -> _Buffered | None:
-    """Return the buffer of a gathered operand of a heavy op.
+    """Return the buffer of a gathered operand of a heavy op, or of a copy for several ops.
 
-    None if the target is a cluster, or a copy node that has a memory term of its own.
+    It lasts from the first to the last user, or for the whole outermost loop that does not change the tensor. None if
+    the target is a cluster, or a copy node that has a memory term of its own.
     """
     node, graph = model.nodes[reshard.target], model.graph
     if node.kind == "cluster" or node.memory and node.kind == "copy":
@@ -166,13 +179,15 @@ def _gathered(
 
 
 def _unsummed(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> _Buffered:
-    """Return the buffer of an op's result before the reduction: the partial result of one device."""
+    """Return the buffer of a heavy op's partial result before its sum, live at the op alone."""
     row = int(reshard.rows[int(choices[reshard.source])])
     return _Buffered(reshard.op, reshard.op + 1, _bytes(model, reshard, reshard.path.source[[row]]), reshard.tensor)
 
 
 def _bytes(model: Model, reshard: Reshard, state: NDArray[np.int64]) -> int:
-    """Return the bytes of a tensor on one device in one state, [1, axes]."""
+    """Return the bytes of a tensor on one device in one state of the reshard's factors, [1, axes]; fractions are
+    rounded.
+    """
     elements = local_elements(state, reshard.path.factors, model.axis_sizes)
     return round(float(elements[0]) * reshard.path.itemsize)
 
@@ -180,7 +195,9 @@ def _bytes(model: Model, reshard: Reshard, state: NDArray[np.int64]) -> int:
 def _joined(groups: Mapping[_Group, list[_Buffered]], first: bool) -> Iterator[_Buffered]:
     """Yield the buffers after collectives are combined.
 
-    With `first`, all buffers of a combined collective are live from its first start, else up to its last stop.
+    Collectives of one group are combined in order of their starts, as long as their bytes together are at most
+    `JOINED`. With `first`, all buffers of a combined collective are live from its first start, else up to its last
+    stop.
     """
     for members in groups.values():
         together: list[_Buffered] = []
@@ -206,16 +223,22 @@ class LiveBuffer(NamedTuple):
     stop: int
     size: int
     kind: str
+    """Kind of memory: `parameters`, `optimizer_state`, `batch`, `gradients`, `activations`, `gathered` or
+    `temporaries`.
+    """
     tensor: int
     """Tensor whose bytes these are, or that the buffer is used to compute; -1 if unknown."""
 
 
 def reserve(graph: OpGraph, buffers: Sequence[LiveBuffer], results: Collection[int]) -> list[LiveBuffer]:
-    """Return a program's buffers with its `results` allocated from the start of the step.
+    """Return a program's buffers with its `results` (tensors) allocated from the start of the step.
 
     A buffer may be placed in the memory of a result that is not yet written. It then counts its own bytes, and the
     result counts the rest of its bytes for that time. An elementwise op may write its result over an operand of the
     same size.
+
+    The largest buffers are placed first, each in the smallest result that has room. Buffers that live before or after
+    the step, or are negligible, keep their own places. Buffers without bytes or time are dropped.
     """
     end = len(graph.ops)
     homes = sorted(

@@ -34,42 +34,53 @@ class Outcome:
     """Evaluated time of a choice, by the resource that it occupies, and its memory."""
 
     channels: dict[Channel, float]
+    """Seconds of one step by (block, resource): compute, links, host, and exposed communication."""
     collectives: tuple[Collective, ...]
+    """Collectives of one step by kind, axes, exposure and cause, the slowest first."""
     peak_bytes: int
+    """Peak memory of one device."""
     peak_time: int
+    """Op id at which the peak is reached."""
     memory: dict[str, int]
+    """Bytes at the peak by kind of buffer."""
     host_bytes: int = 0
+    """Host memory that one device occupies."""
     solved_bytes: int = 0
     """Peak in the solver's model: without collective buffers, and with results allocated when they are written."""
 
     @property
     def blocks(self) -> list[int]:
+        """The blocks with seconds in any channel but that of exposed communication, sorted."""
         return sorted({block for block, _ in self.channels if (block, _) != EXPOSED})
 
     @property
     def compute_s(self) -> float:
+        """Seconds of compute in all blocks of a step."""
         return sum(s for (_, what), s in self.channels.items() if what == "compute")
 
     @property
     def step_time_s(self) -> float:
-        """Exposed communication, plus for every block the largest of its compute and of its links' times."""
+        """Exposed communication, plus for every block the largest of its compute, its links' and its host's times, in
+        seconds.
+        """
         longest = {b: max(s for (block, _), s in self.channels.items() if block == b) for b in self.blocks}
         return self.channels.get(EXPOSED, 0.0) + sum(longest.values())
 
     @property
     def comm_s(self) -> float:
+        """Seconds of all channels but compute: links, host memory and exposed communication."""
         return sum(s for (_, what), s in self.channels.items() if what != "compute")
 
     @property
     def hidden_s(self) -> float:
-        """Seconds of communication that overlap with compute."""
+        """Seconds of communication that overlap with compute or with each other; at least 0."""
         return max(0.0, self.comm_s - (self.step_time_s - self.compute_s))
 
 
 def spec_of(model: Model, states: States, row: int, rank: int) -> Spec:
-    """Return one of a tensor's states as a `Spec`.
+    """Return one of a tensor's states as a `Spec`; axes that split one dim are in mesh order.
 
-    - `states`: for each state the dim that every mesh axis splits, [states, axes].
+    - `states`: for each state the dim that every mesh axis splits, [states, axes]. Negative entries split nothing.
     - `row`: index of the chosen state.
     - `rank`: number of the tensor's dims.
     """
@@ -81,7 +92,7 @@ def spec_of(model: Model, states: States, row: int, rank: int) -> Spec:
 
 
 def tensor_spec(model: Model, choices: NDArray[np.int64], tensor: int) -> Spec:
-    """Return the spec of a tensor under a choice. Scalars and generated tensors are replicated."""
+    """Return the spec of a tensor under a choice. Scalars and generated tensors, without a cluster, are replicated."""
     cluster = model.structure.cluster_of[tensor]
     rank = len(model.graph.tensors[tensor].shape)
     if cluster < 0:
@@ -93,7 +104,8 @@ def tensor_spec(model: Model, choices: NDArray[np.int64], tensor: int) -> Spec:
 
 @functools.lru_cache(4096)
 def _spec_of_factors(axes: tuple[str, ...], state: tuple[int, ...], factors: tuple[int, ...]) -> Spec:
-    """Return the spec of a tensor from its cluster's state.
+    """Return the spec of a tensor from its cluster's state; axes that split a factor which the tensor lacks split
+    nothing. Cached.
 
     - `axes`: names of the mesh axes.
     - `state`: cluster factor that each mesh axis splits.
@@ -106,7 +118,11 @@ def _spec_of_factors(axes: tuple[str, ...], state: tuple[int, ...], factors: tup
 
 
 def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
-    """Evaluate a choice of one alternative per node. Raises ValueError if a forbidden pair was chosen."""
+    """Evaluate a choice of one alternative per node: seconds by channel, collectives, and peak memory.
+
+    Seconds of nodes, relayouts and collectives are summed over all executions in a step. Raises `ValueError` if a
+    forbidden pair was chosen.
+    """
     channels: dict[Channel, float] = defaultdict(float)
     chosen = choices.tolist()
     for node, choice in zip(model.nodes, chosen, strict=True):
@@ -162,7 +178,9 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
 
 
 def _relayout_seconds(model: Model, reshard: Reshard, choices: NDArray[np.int64], timing: ReshardTime) -> float:
-    """Return the seconds in one step of a reshard's relayouts, plus the correction for `uncharged_bytes`."""
+    """Return the seconds in one step of a reshard's relayouts, plus the memory traffic of `uncharged_bytes`; 0 if there
+    is neither.
+    """
     seconds, unpaid = 0.0, uncharged_bytes(model, reshard, choices)
     if timing.relays:
         seconds = float(timing.relayouts.seconds(model.compute))
@@ -172,7 +190,8 @@ def _relayout_seconds(model: Model, reshard: Reshard, choices: NDArray[np.int64]
 def host_bytes(model: Model, choices: NDArray[np.int64]) -> int:
     """Return the bytes of host memory that one device occupies.
 
-    They are stacks that loops fill, and tensors that are offloaded outside loops.
+    They are stacks that loops fill, and tensors that are offloaded outside loops, each split like its tensor; 0 if
+    nothing is on the hosts.
     """
     graph, away = model.graph, model.liveness.hosted
     if not away:
@@ -188,7 +207,9 @@ def host_bytes(model: Model, choices: NDArray[np.int64]) -> int:
 
 
 def argument_bytes_on_host(model: Model, choices: NDArray[np.int64]) -> dict[Role, int]:
-    """Return by role the bytes of one device's arguments that are in host memory before and after a step."""
+    """Return by role the bytes of one device's arguments that are in host memory before and after a step; empty if
+    there are none.
+    """
     sizes, size_of_role = dict(model.mesh.axes), defaultdict[Role, int](int)
     for tensor, argument in zip(model.graph.arguments, model.program.arguments, strict=True):
         if tensor in model.liveness.hosted:
@@ -198,9 +219,10 @@ def argument_bytes_on_host(model: Model, choices: NDArray[np.int64]) -> dict[Rol
 
 
 def cluster_names(model: Model) -> dict[int, str]:
-    """Return the name of the first argument in every cluster that has one.
+    """Return by cluster the name of its first argument; other clusters have no entry.
 
-    An argument with which a loop begins also names the cluster of the loop's carried tensor.
+    An argument with which a loop begins also names the cluster of the loop's carried tensor, unless that has an
+    argument of its own.
     """
     arguments = {model.graph.arguments[i]: a.name for i, a in enumerate(model.program.arguments)}
     carried = {
@@ -217,9 +239,9 @@ def cluster_names(model: Model) -> dict[int, str]:
 
 
 def reshard_cause(model: Model, reshard: Reshard, named: dict[int, str]) -> str:
-    """Return the name of the resharded tensor: the argument behind it, else the op that computes it.
+    """Return the name of the resharded tensor: the argument behind it, else its own, else the op that computes it.
 
-    `named` is the result of `cluster_names`.
+    An unnamed result of a heavy op has the name of its cluster. `named` is the result of `cluster_names`.
     """
     node = model.nodes[reshard.source]
     if node.kind == "copy":
@@ -234,7 +256,9 @@ def reshard_cause(model: Model, reshard: Reshard, named: dict[int, str]) -> str:
 
 
 def reshard_line(model: Model, reshard: Reshard) -> str:
-    """Return the source line of the op that the tensor enters or leaves, else of the op that computes it."""
+    """Return the source line of the op that the tensor enters or leaves, else of the op that computes it; empty if
+    neither has one.
+    """
     ops = model.graph.ops
     maker = model.graph.tensors[reshard.tensor].producer
     return next((ops[op].line for op in (reshard.op, maker) if op >= 0 and ops[op].line), "")
@@ -243,12 +267,14 @@ def reshard_line(model: Model, reshard: Reshard) -> str:
 def memory_events(model: Model, choices: NDArray[np.int64]) -> list[tuple[int, int, str]]:
     """Return (op id, bytes, kind) in order: positive bytes where a buffer is allocated, negative where it is freed.
 
-    The buffers follow from the specs and lifetimes, and include those of collectives on backends that have them.
+    The bytes are those of one device; at one op, frees come first. The buffers follow from the specs and lifetimes, and
+    include those of collectives on backends that have them.
     """
     return _events(live_buffers(model, choices))
 
 
 def _events(buffers: Sequence[LiveBuffer]) -> list[tuple[int, int, str]]:
+    """Return the events of `memory_events` for some buffers; at one op, frees come before allocations."""
     both = [
         event for each in buffers for event in ((each.start, each.size, each.kind), (each.stop, -each.size, each.kind))
     ]
@@ -256,7 +282,9 @@ def _events(buffers: Sequence[LiveBuffer]) -> list[tuple[int, int, str]]:
 
 
 def live_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
-    """Return every buffer, with results allocated from the start and with the backend's collective buffers."""
+    """Return every buffer on one device, with results allocated from the start where the backend does so, and with its
+    collective buffers.
+    """
     buffers = solved_buffers(model, choices)
     if model.liveness.reserved:
         buffers = reserve(model.graph, buffers, model.liveness.reserved)
@@ -267,9 +295,10 @@ def live_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
 
 
 def solved_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
-    """Return the buffers that the `Problem` also has.
+    """Return the buffers that the `Problem` also has, on one device.
 
-    There are no collective buffers, and results are allocated when they are written.
+    There are no collective buffers, and results are allocated when they are written. Besides tensors they are those of
+    softmaxes, of copies, and temporaries of heavy ops.
     """
     sizes = dict(model.mesh.axes)
     buffers: list[LiveBuffer] = []
@@ -329,9 +358,10 @@ def solved_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]
 
 
 def _memory(model: Model, buffers: Sequence[LiveBuffer]) -> tuple[int, int, dict[str, int]]:
-    """Return the peak in bytes, its op id, and the bytes of each kind at the peak.
+    """Return the peak in bytes, its op id, and the nonzero bytes of each kind at the peak.
 
-    The peak is after the first event of `memory_events` at which the total is largest.
+    The peak is after the first event of `memory_events` at which the total is largest. The model's `fixed_bytes` are
+    added as `temporaries`.
     """
     if not buffers:
         return model.fixed_bytes, 0, {"temporaries": model.fixed_bytes} if model.fixed_bytes else {}

@@ -31,7 +31,10 @@ from autoshard.program import WEIGHTS, Program, Role
 
 
 def streams(each: ExtraTraffic, graph: OpGraph, compute: Compute) -> float:
-    """Return how many transfers of the tensor's bytes take as long as all of these passes in one step."""
+    """Return how many transfers of the tensor's bytes take as long as all of these passes in one step.
+
+    A pass by rows counts as several, by the chip's rate for rows of this dtype.
+    """
     once = compute.row_passes(graph.tensors[each.tensor].itemsize) if each.by_rows else 1.0
     return each.count * once * graph.trips(each.block)
 
@@ -54,6 +57,13 @@ class NodePricer:
         axis_parts: AxisParts | None,
         calibration: Calibration | None,
     ) -> None:
+        """Index roles, clusters and the program's constraints; `nodes` is empty until clusters and heavy ops are added.
+
+        - `mesh`: mesh, or one with an axis for the stages of a pipeline.
+        - `memory_limit`: bytes of one device.
+        - `axis_parts`: cut of an axis in two that `mesh` has; None for none.
+        - `calibration`: figures for prices; None for the chip's shipped ones.
+        """
         self.stage_axis, mesh = (mesh, mesh.mesh) if isinstance(mesh, StageAxis) else (None, mesh)
         self.axis_parts = axis_parts
         self.program, self.graph, self.structure, self.liveness = program, graph, structure, liveness
@@ -85,11 +95,15 @@ class NodePricer:
             self.demands[structure.cluster_of[demand.tensor]].append(demand)
 
     def clusters_of(self, tensors: Iterable[int]) -> set[int]:
-        """Return the clusters of some tensors."""
+        """Return the clusters of some tensors, without -1 for tensors that have none."""
         return {self.structure.cluster_of[t] for t in tensors} - {-1}
 
     def add_clusters(self) -> None:
-        """Add a node for every cluster: its states, the time of its fusions' memory traffic, and its buffers."""
+        """Add a node for every cluster: its states, the time of its fusions' memory traffic, and its buffers.
+
+        Traffic of heavy ops is left to their own nodes. Launches add their overhead to the compute time. A cluster with
+        a softmax has the time and the buffers of the softmax instead.
+        """
         traffic: dict[int, dict[int, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
         for fusion in self.liveness.fusions:
             op = self.graph.ops[fusion.root]
@@ -141,10 +155,11 @@ class NodePricer:
             self.nodes.append(Node("cluster", cluster.id, states, held, time, memory, name, launches=mine))
 
     def launches(self) -> Mapping[int, Mapping[int, float]]:
-        """Count by cluster and block the fusions of one step, each at the cluster of its first written tensor.
+        """Return by cluster and block the count of fusions in one step, each at the cluster of its first written
+        tensor.
 
         Backends without launch costs (CPUs) have none. Fusions that write single elements are left out: a TPU runs them
-        on its scalar core, overlapped with other work.
+        on its scalar core, overlapped with other work. Heavy ops and fused siblings are left out too.
         """
         counts: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         if not self.compute.topology.traits.launches:
@@ -159,7 +174,8 @@ class NodePricer:
     def read_tensors(self, fusion: Fusion) -> tuple[int, ...]:
         """Return the tensors whose bytes a fusion reads.
 
-        A slice reads its own bytes only, unless it strides within tiles and so reads the whole operand.
+        A slice reads its own bytes only, so its results stand for them. If it strides within tiles, it reads the whole
+        operand.
         """
         op = self.graph.ops[fusion.root]
         if op.kind != "slice" or fusion.reads != op.operands:
@@ -170,7 +186,9 @@ class NodePricer:
     def cluster_seconds(
         self, traffic: Mapping[int, Sequence[tuple[int, float]]], local: Mapping[int, Seconds], states: int
     ) -> dict[Channel, Seconds]:
-        """Return the seconds of the memory traffic of a cluster's tensors, by channel.
+        """Return the seconds of the memory traffic of a cluster's tensors in one step, by channel, [states].
+
+        Tensors in the hosts' memory count in the channel of the host, all others in that of compute.
 
         - `traffic`: for each block (tensor, times per step).
         - `local`: bytes of each tensor on one device, [states].
@@ -198,7 +216,11 @@ class NodePricer:
         return np.logical_or.reduce([split, *single])
 
     def softmax_seconds(self, softmax: Softmax, again: np.ndarray, local: Mapping[int, Seconds]) -> Seconds:
-        """Return the seconds of a softmax outside its matmuls, [states]."""
+        """Return the seconds in one step of a softmax outside its matmuls, [states]; below zero where it credits them.
+
+        - `again`: mask of the states in which the probabilities are recomputed.
+        - `local`: bytes of each tensor on one device, [states].
+        """
         whole, other = (
             sum((times * self.residency.streamed(t, local[t]) for t, times in form.moved), np.zeros(len(again)))
             for form in (softmax.fused, softmax.recomputed)
@@ -209,9 +231,10 @@ class NodePricer:
         """Return the seconds that a softmax credits to an adjacent matmul but that the matmul was never charged.
 
         The tables of a softmax's cluster subtract tensors that are not stored from the matmuls' traffic. A matmul whose
-        own state splits the tensor finer was charged for fewer bytes. The result is [rows, columns], None if nothing is
-        subtracted.
+        own state splits the tensor finer was charged for fewer bytes. The result is [rows, columns] for one execution,
+        None if nothing is subtracted or the op is no heavy one.
 
+        - `op`, `tensor`: the matmul, and its operand or result.
         - `rows`, `columns`: states of the tensor at the source and at the target of the reshard.
         - `is_result`: True if the matmul is at the source.
         """
@@ -230,7 +253,11 @@ class NodePricer:
     def softmax_memory(
         self, softmax: Softmax, again: np.ndarray, local: Mapping[int, Seconds]
     ) -> tuple[MemoryTerm, ...]:
-        """Return the buffers of a softmax; a buffer of one form has size 0 in states of the other form."""
+        """Return the buffers of a softmax on one device; a buffer of one form has size 0 in states of the other form.
+
+        - `again`: mask of the states in which the probabilities are recomputed.
+        - `local`: bytes of each tensor on one device, [states].
+        """
         terms = []
         for form, mine in ((softmax.fused, ~again), (softmax.recomputed, again)):
             for tensor, start, stop, width in form.buffers:
@@ -241,7 +268,10 @@ class NodePricer:
         return tuple(terms)
 
     def asked_states(self, cluster: Cluster, states: States) -> States:
-        """Return the states that satisfy the program's sharding constraints; of contradictory ones the first count."""
+        """Return the states that satisfy the program's sharding constraints; of contradictory ones the first count.
+
+        Axes over which a tensor is split by hand must split nothing.
+        """
         manual = {axis for t in cluster.tensors for axis in self.graph.tensors[t].manual}
         kept = free_of(states, axis_numbers(self.mesh, sorted(manual)))
         for demand in self.demands[cluster.id]:
@@ -253,7 +283,7 @@ class NodePricer:
     def group_sizes(self, cluster: int, factors: Iterable[int]) -> list[int]:
         """Return for each factor the size that an axis must divide to split the factor's dim group evenly.
 
-        The size is 1 for factor -1, which stands for none.
+        The size is 1 for factor -1, which stands for none. The list is empty if no axis is cut.
         """
         if self.axis_parts is None:
             return []
@@ -261,7 +291,9 @@ class NodePricer:
         return [sizes.get(of[(cluster, f)], 1) if f >= 0 else 1 for f in factors]
 
     def factor_group_sizes(self, op: Op) -> list[int]:
-        """Return the same sizes for the factors of an op."""
+        """Return the same sizes for the factors of an op: for each, the common divisor of its own size and of its dims'
+        groups.
+        """
         assert op.rule is not None
         sizes = list(op.rule.sizes)
         for tensor, dims in op.sides:
@@ -275,13 +307,17 @@ class NodePricer:
         return sizes
 
     def cluster_name(self, tensors: Sequence[int]) -> str:
-        """Return the name of a cluster: that of its first argument, else of its largest tensor."""
+        """Return the name of a cluster: that of its first argument, else of its largest tensor, else `value` and the
+        tensor's number.
+        """
         arguments = [t for t in tensors if t in self.roles]
         best = arguments[0] if arguments else max(tensors, key=lambda t: (self.graph.tensors[t].elements, -t))
         return self.graph.tensors[best].name or f"value {best}"
 
     def dims_states(self, cluster: int, states: States, tensor: int) -> States:
-        """Convert a cluster's states to states over the dims of one of its tensors."""
+        """Convert a cluster's states to states over the dims of one of its tensors; factors that the tensor lacks split
+        nothing.
+        """
         mapping = [WHOLE] * len(self.structure.clusters[cluster].sizes)
         for dim, factor in enumerate(self.structure.dims_of[tensor]):
             if factor >= 0:
@@ -289,7 +325,7 @@ class NodePricer:
         return relabel(states, mapping)
 
     def local_bytes(self, cluster: int, states: States, tensor: int) -> Seconds:
-        """Return the padded bytes of a cluster's tensor on one device, [states]."""
+        """Return the padded bytes of a cluster's tensor on one device, [states], in the program's dtype; cached."""
         record = self.graph.tensors[tensor]
         factors = self.structure.dims_of[tensor]
         key = (states.shape, states.tobytes(), factors, record.shape, record.itemsize, self.padding.tile_layout(tensor))
@@ -300,13 +336,20 @@ class NodePricer:
         return self.local[key]
 
     def buffer_bytes(self, local: Seconds, tensor: int, start: int, stop: int) -> np.ndarray:
-        """Return the bytes of a buffer from the bytes of its tensor in the program's dtype, [states]."""
+        """Return the bytes of a buffer, whose dtype in memory may be another, from the bytes of its tensor in the
+        program's dtype, [states].
+        """
         record = self.graph.tensors[tensor]
         width = self.liveness.itemsize(self.graph, (tensor, start, stop))
         return np.rint(local / record.itemsize * width).astype(np.int64)
 
     def memory_kind(self, cluster: int, tensor: int, start: int, stop: int) -> str:
-        """Return the kind of memory that a buffer counts as, such as `parameters`, `gradients` or `activations`."""
+        """Return the kind of memory that a buffer counts as.
+
+        An argument is `parameters`, `optimizer_state` or `batch`, except a converted copy of it (`temporaries`). Values
+        in clusters of updates are `gradients`. Others are `activations` if they outlive a loop or are carried by one,
+        else `temporaries`.
+        """
         role = self.roles.get(tensor)
         if role is not None and (tensor, start, stop) in self.liveness.widths:
             return "temporaries"
@@ -321,7 +364,11 @@ class NodePricer:
         return "activations" if crosses or tensor in self.carried else "temporaries"
 
     def add_heavy(self, op: Op) -> None:
-        """Add the node of a heavy op: its strategies, their compute time, inner collectives and temporary memory."""
+        """Add the node of a heavy op: its strategies, their compute time, inner collectives and temporary memory.
+
+        Strategies that the program's regions, the asked exchange, a cut axis or the axis of stages exclude are left
+        out.
+        """
         backend = self.mesh.topology.backend
         states = heavy_strategies(self.graph, op, self.axes, backend)
         states = states[by_hand(op, states, self.mesh.axes) & self.exchange.strategies(op.id, states)]

@@ -19,7 +19,7 @@ class PlaceWork:
     """Work of one device at one place in one step."""
 
     flops: float = 0.0
-    """FLOPs of the matrix unit."""
+    """FLOPs of matmuls, attention kernels and other heavy ops."""
     moved_bytes: float = 0.0
     """Bytes read from and written to main memory."""
     busy_s: float = 0.0
@@ -28,7 +28,7 @@ class PlaceWork:
     """Seconds of launching ops and of the grid steps of kernels."""
 
     def add(self, other: "PlaceWork", share: float, total: float) -> None:
-        """Add `share` parts of `total` of other work."""
+        """Add `share / total` of each amount of other work (in place)."""
         for field in dataclasses.fields(PlaceWork):
             mine, more = getattr(self, field.name), getattr(other, field.name)
             setattr(self, field.name, mine + more * share / total)
@@ -41,9 +41,11 @@ class OpPrices:
     compute: dict[Place, float]
     """Seconds of compute in one step; a fusion's reads and writes count at its last op."""
     host: dict[Place, float]
-    """Seconds of host memory traffic in one step, which overlaps with compute."""
+    """Seconds of host memory traffic in one step by place, which overlaps with compute."""
     inside: dict[int, tuple[Collective, ...]]
-    """Collectives by op: halos, and those that reduce its partial results or reshard its result."""
+    """Collectives by op: those inside it, such as halos, and those that reduce its partial results or reshard its
+    result.
+    """
     work: dict[Place, PlaceWork]
     """Work behind the seconds of compute, by place."""
     moved: dict[tuple[int, int], tuple[Collective, ...]]
@@ -51,7 +53,11 @@ class OpPrices:
 
 
 def price_ops(ledger: Ledger) -> OpPrices:
-    """Return all seconds and collectives of a ledger by their place in the program."""
+    """Return all seconds and collectives of a ledger by their place in the program.
+
+    Seconds of a cluster are divided among the passes over its tensors. Negative seconds of a softmax are subtracted
+    from its matmuls.
+    """
     model = ledger.model
     compute: dict[Place, float] = defaultdict(float)
     host: dict[Place, float] = defaultdict(float)
@@ -90,7 +96,8 @@ def price_ops(ledger: Ledger) -> OpPrices:
 def _shares(model: Model, row: LedgerRow, traffic: dict[tuple[int, Channel], dict[Place, float]]) -> dict[Place, float]:
     """Return the places of a row of work, in proportion to which its seconds are divided.
 
-    `traffic` is the result of `_traffic`.
+    A cluster has the places of its memory passes, else its first tensor. A reshard without an op has its tensor; all
+    else has its op. `traffic` is the result of `_traffic`.
     """
     if isinstance(row.where, Node) and row.where.kind == "cluster":
         found = traffic.get((row.where.ref, (row.block, row.kind)))
@@ -125,7 +132,9 @@ def _taken_back(model: Model, owed: dict[int, float], compute: dict[Place, float
 
 
 def _work(row: LedgerRow, compute: Compute) -> PlaceWork:
-    """Return the work behind a row: kernels for a heavy op, else launches and memory traffic."""
+    """Return the work behind a row: kernels for a heavy op, else launches and, for the rest of its seconds, memory
+    traffic.
+    """
     work = PlaceWork()
     if isinstance(row.where, Node) and row.where.kind == "op":
         for charge in row.charges:
@@ -137,7 +146,9 @@ def _work(row: LedgerRow, compute: Compute) -> PlaceWork:
 
 
 def _add_kernel(work: PlaceWork, charge: Charge, compute: Compute) -> None:
-    """Add the work of a kernel, or of its further passes and grid steps."""
+    """Add the work of a kernel (in place), or of its further passes (`again`) and grid steps (`steps`), which have no
+    traffic.
+    """
     if charge.op == "again":
         work.busy_s += charge.seconds(compute) * charge.count
         return
@@ -161,7 +172,9 @@ def _add_kernel(work: PlaceWork, charge: Charge, compute: Compute) -> None:
 
 
 def _traffic(ledger: Ledger) -> dict[tuple[int, Channel], dict[Place, float]]:
-    """Return by (cluster, channel) the bytes that pass through memory at every place."""
+    """Return by (cluster, channel) the bytes that pass through memory at every place in one step; passes without bytes
+    are left out.
+    """
     traffic: dict[tuple[int, Channel], dict[Place, float]] = defaultdict(lambda: defaultdict(float))
     for each in ledger.passes:
         if each.size * each.times > 0:
@@ -172,7 +185,9 @@ def _traffic(ledger: Ledger) -> dict[tuple[int, Channel], dict[Place, float]]:
 
 
 def _collective(model: Model, row: LedgerRow) -> Collective:
-    """Return the record of a row's collective with all its executions in a step."""
+    """Return the record of a row's collective with all its executions in a step; it counts as hidden if less than half
+    is exposed.
+    """
     wire = sum(float(v) for v in model.collectives.wire_bytes(row.kind, row.axes, row.bytes * row.times).values())  # type: ignore[arg-type]
     exposed = row.lanes.get(EXPOSED, 0.0)
     return Collective(
@@ -191,8 +206,8 @@ def planned_ops(ledger: Ledger) -> tuple[PlannedOp, ...]:
     """Return the rows of a step's ops, longest first.
 
     Ops that differ only in the number of their layer share a row. The last row sums all ops beyond `MOST_ROWS` or below
-    `SHORTEST`, and has no name. Compute, host traffic and communication of all rows add up to the totals of `evaluate`
-    for the same choices.
+    `SHORTEST`, and has no name, kind, line or parameter. Compute, host traffic and communication of all rows add up to
+    the totals of `evaluate` for the same choices.
     """
     prices = price_ops(ledger)
     row_of: dict[tuple[str, ...], PlannedOp] = {}
@@ -211,23 +226,23 @@ def planned_ops(ledger: Ledger) -> tuple[PlannedOp, ...]:
 
 
 def _sort_key(row: PlannedOp) -> tuple[str, ...]:
-    """Return the fields that identify a row: rows with equal fields are merged."""
+    """Return the fields that identify a row, its bound included: rows with equal fields are merged."""
     return row.name, row.kind, row.line, row.parameter, row.bound
 
 
 def _seconds(row: PlannedOp) -> float:
-    """Return a row's seconds of compute, host traffic and communication, hidden parts included."""
+    """Return a row's seconds of compute, host traffic and communication in one step, hidden parts included."""
     return row.compute_s + row.host_s + row.sent_s
 
 
 def _together(a: PlannedOp, b: PlannedOp) -> PlannedOp:
-    """Merge two rows: add their amounts, and use the names of the first."""
+    """Return two rows merged: add their amounts, and use the names and the bound of the first."""
     summed = ("times", "compute_s", "host_s", "sent_s", "waited_s", "flops", "moved_bytes", "wire_bytes")
     return dataclasses.replace(a, **{name: getattr(a, name) + getattr(b, name) for name in summed})
 
 
 def _places(model: Model, prices: OpPrices) -> list[PlannedOp]:
-    """Return one row for each place that takes time, in program order."""
+    """Return one row for each place that takes time, ops before tensors, by number."""
     collectives: dict[Place, list[tuple[float, float, int]]] = defaultdict(list)
     for op, inside in prices.inside.items():
         collectives["op", op] += [(c.seconds, c.waited_s, c.wire_bytes) for c in inside]
@@ -248,10 +263,10 @@ def _places(model: Model, prices: OpPrices) -> list[PlannedOp]:
 
 
 def _parameters(model: Model) -> dict[int, str]:
-    """Return for heavy ops the name pattern of the parameter that they consume, else of the one whose gradient they
-    compute.
+    """Return by heavy op the name pattern of the parameter that it consumes, else of the one whose gradient it
+    computes.
 
-    The name is empty if there is neither.
+    The name is empty if there is neither; other ops have no entry.
     """
     roles = {argument.name: argument.role for argument in model.program.arguments}
     named = {cluster: pattern(name) for cluster, name in cluster_names(model).items() if roles[name] in WEIGHTS}
@@ -280,8 +295,9 @@ def _place_words(model: Model, place: Place) -> tuple[str, str, str, int]:
 def _bound(work: PlaceWork, compute: float, waited: float, host: float) -> str:
     """Return the resource that bounds a place: network, host, compute, overhead or memory.
 
-    Network or host is the bound if its seconds (`waited`, `host`) exceed those of compute. Otherwise the bound is
-    compute or overhead if that takes half of the compute time, else memory.
+    Network or host is the bound if its seconds (`waited`, `host`) exceed those of compute; the larger counts, network
+    in a tie. Otherwise the bound is compute if the units are busy for half of the compute time. Else it is overhead if
+    that is half of it, else memory.
     """
     if max(waited, host) > compute:
         return "network" if waited >= host else "host"

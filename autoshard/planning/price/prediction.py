@@ -15,7 +15,11 @@ from autoshard.planning.space.decision_model import Model
 
 
 def predict(model: Model, outcome: Outcome, memory_limit: int) -> Prediction:
-    """Convert an outcome into the record that plans store."""
+    """Convert an outcome into the record that plans store.
+
+    All communication that does not overlap with compute counts as exposed, in seconds. Wire bytes are those of one
+    device by mesh axis. `fits` compares the peak with `memory_limit`, in bytes of one device.
+    """
     step, compute = outcome.step_time_s, outcome.compute_s
     exposed = step - compute
     wire: dict[str, int] = {axis: 0 for axis in model.axis_names}
@@ -40,17 +44,19 @@ def predict(model: Model, outcome: Outcome, memory_limit: int) -> Prediction:
 
 
 def _wire_shares(model: Model, c: Collective) -> dict[str, float]:
-    """Return a collective's wire bytes by mesh axis, attributed as `Collectives.wire_bytes` does."""
+    """Return a collective's wire bytes by mesh axis, in proportion to `Collectives.wire_bytes`; empty for one that
+    sends nothing.
+    """
     shares = model.collectives.wire_bytes(c.kind, c.axes, 1.0)  # type: ignore[arg-type]
     total = sum(float(v) for v in shares.values())
     return {axis: c.wire_bytes * float(v) / total for axis, v in shares.items()} if total else {}
 
 
 def mfu(model: Model, step: float) -> float | None:
-    """Return the model FLOPs over the peak of all devices in a step of `step` seconds; None if there are no FLOPs.
+    """Return the model FLOPs over the peak of all devices in a step of `step` seconds, as a share.
 
-    The model FLOPs are the program's own count if it has one, else the matmul FLOPs of the graph. The peak is that of
-    the dtype with the most FLOPs.
+    None if there are no FLOPs or no seconds. The model FLOPs are the program's own count if it has one, else the matmul
+    FLOPs of the graph. The peak is that of the first operand's dtype with the most FLOPs.
     """
     flops = model.program.model_flops or model.graph.flops
     if not flops or step <= 0:
@@ -65,7 +71,10 @@ def mfu(model: Model, step: float) -> float | None:
 
 
 def _op_name(model: Model, moment: int) -> str:
-    """Return the kind and name of the op at a moment, "" for a graph without ops."""
+    """Return the kind and name of the op at a moment (op id); "" for a graph without ops.
+
+    A moment after the last op gives the last op.
+    """
     ops = model.graph.ops
     if not ops:
         return ""
@@ -88,8 +97,9 @@ WORTH_SAYING = 0.02
 def flag_gains(model: Model, choices: NDArray[np.int64], plain: Calibration) -> dict[str, float]:
     """Return the predicted step seconds for each set of compiler flags that gains at least `WORTH_SAYING`.
 
-    The plan is the same for all sets; a plan made for those flags may gain more. There are no sets for other backends
-    than TPUs. `plain` is the calibration without flags.
+    The plan is the same for all sets; a plan made for those flags may gain more. The gain is relative to the step with
+    the model's own calibration, its flags included. The result is empty for other backends than TPUs. `plain` is the
+    calibration without flags.
     """
     chip = model.mesh.topology.chip
     if not chip.traits.compiles_ahead:

@@ -48,10 +48,11 @@ def price(
 ) -> Model:
     """Price all nodes, reshards and memory of a program on a mesh.
 
+    - `program`, `graph`, `structure`, `liveness`: the program and its analysis for the backend of the mesh.
     - `mesh`: the mesh, or the record of its axes that are cut into parts, or of its `stage` axis.
     - `memory_limit`: bytes of one device.
     - `calibration`: default: the calibration of the mesh's chip.
-    - `tables`: path tables of other programs that were priced with the same calibration.
+    - `tables`: path tables of other programs that were priced with the same calibration; they are extended and trimmed.
     """
     if isinstance(mesh, StageAxis):
         parts, whole = mesh.parts, mesh
@@ -71,7 +72,9 @@ class ValueUse:
     op: int
     """Id of the op; -1 for a result that becomes the next step's argument, and for a loop's initial value."""
     block: int
+    """Loop in which the op consumes the tensor; -1 for none."""
     trips: float
+    """Reshards of the tensor in one step."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,12 +92,16 @@ class ReshardStates:
     factors: Sequence[int]
     """Sizes of the dims of the tensor, or of the factors of the op's rule, that `source` and `target` refer to."""
     dtype: str
+    """Dtype in which partial results are summed."""
 
 
 class _Pricer(NodePricer):
     """Builder of a model: the nodes, and the reshards between them."""
 
     def __init__(self, tables: PathTables | None, *what: Any) -> None:
+        """Start a model whose paths share the tables of `tables`, if there are any; `what` is the input of
+        `NodePricer`.
+        """
         super().__init__(*what)
         self.reshards: list[Reshard] = []
         self.equal: dict[tuple[object, ...], Path] = {}
@@ -105,7 +112,9 @@ class _Pricer(NodePricer):
         self.alone = alone_between_loops(self.graph, self.structure, self.stored, self.updated)
 
     def model(self) -> Model:
-        """Build the model: clusters, heavy ops, copies and reshards."""
+        """Build the model: nodes of clusters, then of heavy ops, then of copies, and the reshards. Buffers without a
+        cluster add up to its fixed bytes.
+        """
         cluster_node = tuple(range(len(self.structure.clusters)))
         self.add_clusters()
         op_node = {}
@@ -125,7 +134,11 @@ class _Pricer(NodePricer):
     def add_reshards(self, cluster_node: Sequence[int], op_node: dict[int, int]) -> dict[tuple[int, int], int]:
         """Add the reshards of all edges, ties and loop carries, and return the node of each copy by (tensor, block).
 
-        A tensor with several heavy consumers in a block, or a large one, gets a copy node that its consumers share.
+        A tensor with several heavy consumers in a block, or one above `LARGE_SHARE` of the memory limit, gets a copy
+        node that its consumers share.
+
+        - `cluster_node`: node of each cluster.
+        - `op_node`: node of each heavy op.
         """
         groups: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         seen: set[tuple[object, ...]] = set()
@@ -159,9 +172,9 @@ class _Pricer(NodePricer):
     def block_trips(self, tensor: int, op: Op) -> tuple[int, float]:
         """Return the block in which `op` consumes a tensor, and the number of reshards of the tensor in one step.
 
-        A tensor that a loop does not change is resharded once, before the loop. No reshard is hoisted out of a
-        conditional: the operands of a branch are resharded whenever the branch runs. A result of an inner block, such
-        as a branch, is resharded as often as `op` runs.
+        A tensor that a loop does not change is resharded once, before the loop, but still counts for the op's block. No
+        reshard is hoisted out of a conditional: the operands of a branch are resharded whenever the branch runs. A
+        result of an inner block, such as a branch, is resharded as often as `op` runs.
         """
         home = self.graph.tensors[tensor].loop
         block = op.loop
@@ -173,9 +186,12 @@ class _Pricer(NodePricer):
     def add_light(self, op: Op, operand: int, result: int, cluster: int, seen: set[tuple[object, ...]]) -> None:
         """Add the reshard between the clusters of an operand and a result of an op without strategies of its own.
 
+        Axes that the op cannot pass on are gathered before it. Axes on reduced factors leave partial sums, which the
+        reshard sums. Other factors that only one end has cost nothing. An op without a rule gets no reshard.
+
         - `operand`, `result`: positions among the op's operands and results.
         - `cluster`: cluster of the operand.
-        - `seen`: keys of the reshards added so far, to skip equal ones.
+        - `seen`: keys of the reshards added so far, to skip equal ones (extended in place).
         """
         rule = op.rule
         if rule is None:
@@ -207,7 +223,7 @@ class _Pricer(NodePricer):
         self.add_reshard(cluster, target, ValueUse(tensor, op.id, block, trips), way, collected=collected)
 
     def add_heavy_result(self, op: Op, result: int, cluster: int, node: int) -> None:
-        """Add the reshard from a heavy op's result to the result's cluster."""
+        """Add the reshard from a heavy op's result, as its strategy leaves it, to the result's cluster."""
         out = op.results[result]
         states = self.nodes[node].states
         shape = self.graph.tensors[out].shape
@@ -223,7 +239,12 @@ class _Pricer(NodePricer):
         )
 
     def add_heavy_operand(self, op: Op, operand: int, tensor: int, source_node: int, node: int) -> None:
-        """Add the reshard from a cluster or copy to an operand of a heavy op."""
+        """Add the reshard from a cluster or copy to an operand of a heavy op; an op without a rule wants it whole.
+
+        - `operand`, `tensor`: position among the op's operands, and the tensor there.
+        - `source_node`: node of the cluster or copy.
+        - `node`: node of the op.
+        """
         shape = self.graph.tensors[tensor].shape
         held = self.held_states(source_node, tensor)
         states = self.nodes[node].states
@@ -242,8 +263,12 @@ class _Pricer(NodePricer):
         return record.states if record.kind == "copy" else self.dims_states(record.ref, record.states, tensor)
 
     def add_copy(self, tensor: int, block: int, source: int, users: Sequence[int]) -> int:
-        """Add a copy node: one gathered tensor that several heavy ops of a block share; return its number.
+        """Add a copy node with the reshard from its source: one gathered tensor that several heavy ops of a block
+        share; return its number.
 
+        A large tensor's copy has each state twice: with memory of its own, and as a free alias of the source tensor.
+
+        - `tensor`, `block`: tensor to copy, and loop of its users.
         - `source`: node of the tensor's cluster.
         - `users`: ids of the consuming ops, in program order.
         """
@@ -279,7 +304,10 @@ class _Pricer(NodePricer):
     def add_tie(self, value: int, heir: int, block: int, cluster_node: Sequence[int]) -> None:
         """Add the reshard from a result to the next step's argument, or from a loop's initial value to its carried one.
 
-        The reshard runs once in each execution of `block`.
+        The reshard runs once in each execution of `block` (-1: once a step).
+
+        - `value`, `heir`: tensor at the source, and tensor at the target.
+        - `cluster_node`: node of each cluster.
         """
         source = cluster_node[self.structure.cluster_of[value]]
         target = cluster_node[self.structure.cluster_of[heir]]
@@ -300,8 +328,12 @@ class _Pricer(NodePricer):
         """Add a reshard unless it is free for all pairs of alternatives and none is forbidden.
 
         - `source`, `target`: numbers of the nodes.
+        - `use`: tensor, op and number of executions.
+        - `way`: states at both ends.
         - `holds`: for a copy node as target, a mask of the alternatives that have memory of their own.
         - `collected`: True if partial results are gathered and combined, not summed.
+
+        Alternatives with equal states share a row or column of the tables.
         """
         record = self.graph.tensors[use.tensor]
         held, states, aim = way.source_dims, way.source, way.target
@@ -370,7 +402,9 @@ class _Pricer(NodePricer):
     def narrow(self, source: int, target: int, use: ValueUse, overlap: Overlap) -> NDArray[np.bool_] | None:
         """Return a mask of the matmul's alternatives that are too narrow to pipeline a collective into the matmul.
 
-        None if neither end of the reshard is a matmul, or if no alternative is too narrow.
+        An alternative is too narrow if it has fewer MACs for each element of the tensor than the calibration's
+        `pipelined_columns`. None if neither end is the op of the use, or if `overlap` is not that of a matmul. None
+        also if no alternative is too narrow.
         """
         for number, is_result in ((source, True), (target, False)):
             node = self.nodes[number]
@@ -386,9 +420,10 @@ class _Pricer(NodePricer):
         return None
 
     def overlap(self, source: int, target: int, op: int) -> Overlap:
-        """Return how a reshard may be hidden.
+        """Return how a reshard may be hidden: as one of parameters, of gradients or next to a matmul.
 
-        It may wait for parameters only, feed the optimizer only, or be adjacent to a matmul.
+        A reshard without an op (-1) is never hidden. Ops without other compute between loops get the weaker form of
+        `ALONE`.
         """
         if op < 0:
             return Overlap.NONE
@@ -396,7 +431,11 @@ class _Pricer(NodePricer):
         return ALONE.get(overlap, overlap) if op in self.alone else overlap
 
     def overlap_anywhere(self, source: int, target: int, op: int) -> Overlap:
-        """Return how a reshard may be hidden where other compute is available to overlap with."""
+        """Return how a reshard may be hidden where other compute is available to overlap with.
+
+        Tensors of clusters of weights count as parameters. Values that enter a cluster of updates count as gradients;
+        at a dot these are `GRADIENTS_AT_MATMUL`. Others are hidden next to a dot only.
+        """
         origin = self.nodes[source]
         cluster = origin.ref if origin.kind == "cluster" else -1
         if origin.kind == "copy":
@@ -414,10 +453,10 @@ class _Pricer(NodePricer):
         return self.equal.setdefault(path.contents(), path)
 
     def seconds(self, path: Path, overlap: Overlap, apart: NDArray[np.bool_] | None = None) -> dict[str, Seconds]:
-        """Return the seconds of one execution of a path, exposed and by link; equal paths share their tables.
+        """Return the seconds of one execution of a path by channel, [rows, columns]; equal paths share their tables.
 
         `apart` marks the alternatives, [rows, 1] or [1, columns], whose matmul is too narrow to pipeline the reshard
-        into.
+        into; None marks none.
         """
         key = (overlap, *path.contents(), None if apart is None else (apart.shape, apart.tobytes()))
         if key not in self.paths:
@@ -429,6 +468,8 @@ class _Pricer(NodePricer):
 
 
 def _chosen(apart: NDArray[np.bool_], these: dict[str, Seconds], others: dict[str, Seconds]) -> dict[str, Seconds]:
-    """Return tables with the values of `these` where `apart` is True, and those of `others` elsewhere."""
+    """Return tables with the values of `these` where `apart` is True, and those of `others` elsewhere; a missing table
+    is 0.
+    """
     none = np.zeros(1)
     return {what: np.where(apart, these.get(what, none), others.get(what, none)) for what in {**others, **these}}

@@ -37,7 +37,9 @@ A copy into the stack of all layers reads and writes the value, and the backward
 """
 
 Bools = NDArray[np.bool_]
+"""Masks; shapes are given as [sets, values] or [values]."""
 Floats = NDArray[Any]
+"""Figures of sets, [sets]."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,7 +48,9 @@ class RematForecast:
 
     policy: Policy
     step_time_s: float
+    """Seconds of a step without the cost of nearly full memory."""
     peak_bytes: int
+    """Peak memory of one device."""
     expected_s: float
     """Step seconds plus the expected cost of nearly full memory (`tight_seconds`)."""
 
@@ -54,7 +58,8 @@ class RematForecast:
 def forecast_remat(model: Model, choices: NDArray[np.int64], memory_limit: int) -> RematForecast | None:
     """Return the best policy by value for a plan's shardings; the plan's program recomputes its layers in full.
 
-    None if there is nothing to save, or if no policy is better than the plan.
+    `memory_limit` is in bytes of one device. None if there is nothing to save, or if no fitting policy has a shorter
+    expected step than the plan.
     """
     values = _SavableValues(model, choices)
     return values.best(memory_limit) if values.paths else None
@@ -64,6 +69,9 @@ class _SavableValues:
     """Values of one plan that may be saved or offloaded, and the forecast of sets of them."""
 
     def __init__(self, model: Model, choices: NDArray[np.int64]) -> None:
+        """Evaluate the plan, and choose the values to consider: the `MOST - 1` that take longest to recompute, and the
+        layer's input if it can be offloaded.
+        """
         self.model, self.choices = model, choices
         self.outcome = evaluate(model, choices)
         self.seconds = _op_seconds(itemise(model, choices))
@@ -81,14 +89,15 @@ class _SavableValues:
         return not self.model.mesh.topology.traits.shares_machine
 
     def alone(self, place: Occurrence) -> float:
-        """Return the seconds in one step of the ops that recompute a value."""
+        """Return the seconds in one step of the ops that recompute one occurrence of a value, in all channels."""
         producers = {self.model.graph.tensors[t].producer for t in place.recomputed}
         return sum(sum(self.seconds.get(op, {}).values()) for op in producers)
 
     def best(self, memory_limit: int) -> RematForecast | None:
         """Return the fitting set with the least expected step; None if no set is better than the plan.
 
-        Among equal sets the one that offloads least is returned, then the one that saves least.
+        Seconds include the expected cost of nearly full memory, for the plan too. Among equal sets the one that
+        offloads least is returned, then the one that saves least.
         """
         kept, away = _sets([path == INPUT for path in self.paths], self.can_offload)
         step, compute, hidden = self.times(kept, away)
@@ -110,7 +119,9 @@ class _SavableValues:
         return best
 
     def policy(self, kept: Bools, away: Bools) -> Policy:
-        """Return the policy that saves and offloads the marked values."""
+        """Return the policy that saves the values marked in `kept` and offloads those in `away`, [values] each; all
+        others are recomputed.
+        """
         names = short_names(self.model.program.savable)
         mine = [names[path] for path in self.paths]
         chosen = [tuple(name for name, takes in zip(mine, takes, strict=True) if takes) for takes in (kept, away)]
@@ -118,6 +129,9 @@ class _SavableValues:
 
     def times(self, kept: Bools, away: Bools) -> tuple[Floats, Floats, Floats]:
         """Return for every set the seconds of the step, of its compute, and of its hidden communication, each [sets].
+
+        Saved and offloaded values spare recomputation and add copies into stacks, except the layer's input. Offloaded
+        ones also cross the host's link in both passes.
 
         - `kept`, `away`: masks of the values that are saved, and of those that are offloaded, [sets, values].
         """
@@ -127,6 +141,7 @@ class _SavableValues:
         }
 
         def add(channel: Channel, seconds: Floats) -> None:
+            """Add seconds, [sets], to a channel."""
             channels[channel] = channels.get(channel, np.zeros(len(kept))) + seconds
 
         for channel, seconds in spared.items():
@@ -172,7 +187,11 @@ class _SavableValues:
         return spared
 
     def peaks(self, kept: Bools, away: Bools) -> NDArray[np.int64]:
-        """Return the peak bytes of one device for every set, [sets]."""
+        """Return the peak bytes of one device for every set, [sets].
+
+        Saved values add their bytes for all layers, and offloaded ones the bytes of one transfer. Offloading layer
+        inputs frees them. `kept` and `away` are masks, [sets, values].
+        """
         events = memory_events(self.model, self.choices)
         usage = np.zeros(len(self.model.graph.ops) + 2, dtype=np.int64)
         for moment, size, _ in events:
@@ -201,18 +220,24 @@ class _SavableValues:
         return np.maximum.reduce([np.broadcast_to(np.asarray(each, dtype=np.int64), len(kept)) for each in held])
 
     def layers(self, place: Occurrence) -> int:
-        """Return the number of simultaneously live instances of a value: one for each trip of its loop."""
+        """Return the number of simultaneously live instances of a value: one for each trip of its forward loop, 1
+        outside loops.
+        """
         return 1 if place.loop < 0 else self.model.graph.loops[place.loop].trips
 
     def span(self, place: Occurrence) -> tuple[int, int]:
-        """Return the first and the last op id between which a saved value is live."""
+        """Return the op ids [first, last) between which a saved value is live, from its forward loop or op to the last
+        recomputation.
+        """
         graph = self.model.graph
         first = graph.tensors[place.value].producer if place.loop < 0 else graph.loops[place.loop].start
         last = max((graph.tensors[t].producer for t in place.recomputed), default=len(graph.ops))
         return max(first, 0), last if place.recompute_loop < 0 else graph.loops[place.recompute_loop].stop
 
     def local_bytes(self, place: Occurrence, tensor: int | None = None) -> int:
-        """Return the bytes on one device of one layer's value, or of `tensor`, which is recomputed for the value."""
+        """Return the padded bytes on one device of one layer's value, or of `tensor`, which is recomputed for the
+        value.
+        """
         model, tensor = self.model, place.value if tensor is None else tensor
         record = model.graph.tensors[tensor]
         local = tensor_spec(model, self.choices, tensor).local_shape(record.shape, dict(model.mesh.axes))
@@ -222,7 +247,8 @@ class _SavableValues:
 def _sets(inputs: Sequence[bool], can_offload: bool) -> tuple[Bools, Bools]:
     """Return masks of all sets, [sets, values]: the values that are saved, and those that are offloaded.
 
-    A layer's input is always saved unless it is offloaded, and is never marked as saved.
+    Each value is recomputed, saved or, with `can_offload`, offloaded. A layer's input (True in `inputs`) is always
+    saved unless it is offloaded, and is never marked as saved.
     """
     states = [
         (False, True) if is_input else (False, True, None) if can_offload else (False, True) for is_input in inputs
@@ -233,7 +259,9 @@ def _sets(inputs: Sequence[bool], can_offload: bool) -> tuple[Bools, Bools]:
 
 
 def _op_seconds(ledger: Ledger) -> Mapping[int, dict[Channel, float]]:
-    """Return for every recomputed heavy op its seconds by channel in one step, including the reshards at its ends."""
+    """Return for every recomputed op its seconds by channel in one step, including the reshards at its ends; ops
+    without rows are missing.
+    """
     again = {op.id for op in ledger.model.graph.ops if AGAIN in op.name}
     op_seconds: dict[int, dict[Channel, float]] = defaultdict(lambda: defaultdict(float))
     for row in ledger.rows:

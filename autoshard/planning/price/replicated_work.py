@@ -30,16 +30,22 @@ class ReplicatedWork:
     """Repeated work: ops of one kind at one source line, replicated along the same mesh axes, summed over layers."""
 
     what: str
+    """Kind of the ops and their source line, in words."""
     axes: tuple[str, ...]
+    """Mesh axes along which all devices do the same work."""
     seconds: float
+    """Compute seconds of the ops in one step."""
     splits: tuple[str, ...]
-    """Dim groups that could split the ops, with their sizes."""
+    """Dim groups that could split the ops, with their sizes; empty if none could."""
     call: bool
     """True if the ops are calls of a kernel, whose work the planner cannot inspect."""
 
 
 def find_replicated_work(ledger: Ledger, groups: Groups) -> list[ReplicatedWork]:
-    """Return all repeated work, longest first."""
+    """Return all repeated work, longest first.
+
+    Work is repeated along a mesh axis larger than 1 that splits neither an op nor its manual region.
+    """
     model = ledger.model
     seconds: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
     splits: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {}
@@ -57,9 +63,11 @@ def find_replicated_work(ledger: Ledger, groups: Groups) -> list[ReplicatedWork]
 
 
 def replicated_work_lines(ledger: Ledger, groups: Groups, step_time_s: float) -> list[str]:
-    """Return a sentence for each noticeable piece of repeated work, and one for the rest along the same axes.
+    """Return a sentence for each piece of repeated work of at least `NOTICEABLE` of the step, and one for the rest
+    along the same axes.
 
-    The rest is omitted if its sum is not noticeable. `step_time_s` is the predicted step.
+    The rest is omitted if its sum is not noticeable. `step_time_s` is the predicted step; a step of 0 gives no
+    sentence.
     """
     lines, model = [], ledger.model
     rest: dict[tuple[str, ...], list[ReplicatedWork]] = defaultdict(list)
@@ -88,9 +96,9 @@ def _devices(model: Model, axes: tuple[str, ...]) -> str:
 
 
 def _heavy(ledger: Ledger) -> Iterator[tuple[Op, set[str], float]]:
-    """Yield ops that have strategies of their own, with the axes that split them and their compute seconds.
+    """Yield ops that have strategies of their own, with the axes that split them and their compute seconds in one step.
 
-    Ops without a rule are reported by `find_unruled` instead.
+    Ops without a rule are reported by `find_unruled` instead. Folded ops are reported with the fusions.
     """
     model = ledger.model
     for row in ledger.rows:
@@ -103,9 +111,10 @@ def _heavy(ledger: Ledger) -> Iterator[tuple[Op, set[str], float]]:
 
 
 def _fused(ledger: Ledger) -> Iterator[tuple[Op, set[str], float]]:
-    """Yield the same for fusions of elementwise work.
+    """Yield the same for fusions of elementwise work, by their last op.
 
-    The axes that split a fusion are those that split any tensor which the fusion reads or writes.
+    The axes that split a fusion are those that split any tensor which the fusion reads or writes. Traffic of the host's
+    memory does not count.
     """
     model = ledger.model
     for (what, number), passes in itertools.groupby(ledger.passes, key=lambda each: each.place):
@@ -124,7 +133,9 @@ def _words(op: Op) -> str:
 
 
 def _splits(model: Model, groups: Groups, op: Op) -> Iterator[str]:
-    """Yield the dim groups, with sizes, of the op's factors that a strategy may split."""
+    """Yield the named dim groups, with sizes, of the op's factors that a strategy may split, each once; none for an op
+    without a rule.
+    """
     if op.rule is None:
         return
     whole = whole_factors(model.graph, op, model.mesh.topology.backend)
@@ -152,7 +163,8 @@ def shares_of(
 ) -> dict[tuple[int, str], float]:
     """Return by (dim group, axis) the share of bytes that the axis splits along the group.
 
-    The share is of all `tensors` that have the group.
+    The share is of the unsplit bytes of all `tensors` that have the group. Tensors without a cluster are left out, as
+    are pairs without any split.
     """
     split: dict[tuple[int, str], int] = defaultdict(int)
     total: dict[int, int] = defaultdict(int)
@@ -171,7 +183,9 @@ def shares_of(
 
 
 def find_unruled(ledger: Ledger, step_time_s: float) -> tuple[Unruled, ...]:
-    """Return the ops that are planned as replicated for lack of a rule, by kind or call target, longest first."""
+    """Return the ops that are planned as replicated for lack of a rule, one row by kind or call target, longest first.
+    The example is the name of the longest op.
+    """
     graph = ledger.model.graph
     op_seconds: dict[int, float] = defaultdict(float)
     for row in ledger.rows:
@@ -192,11 +206,14 @@ def find_unruled(ledger: Ledger, step_time_s: float) -> tuple[Unruled, ...]:
 
 
 def _is_small(target: str) -> bool:
+    """Return True if a call target contains a part of `SMALL`: its FLOPs do not count."""
     return any(part in target for part in SMALL)
 
 
 def unruled_lines(unruled: tuple[Unruled, ...]) -> list[str]:
-    """Return one sentence for each kind of op without a rule."""
+    """Return one sentence for each row of ops without a rule, in order: their share of the step and, for custom calls,
+    the remedy.
+    """
     lines = []
     for each in unruled:
         what = f"custom call `{each.kind}`" if each.custom_call else each.kind
@@ -212,7 +229,7 @@ def unruled_lines(unruled: tuple[Unruled, ...]) -> list[str]:
 
 
 def call_lines(model: Model) -> list[str]:
-    """Return sentences about calls that cannot run on a shard, and about calls of unknown work."""
+    """Return sentences on calls of unknown work, then on calls that cannot run on a shard; one for each target."""
     calls = [(op, op.opaque) for op in model.graph.ops if op.opaque is not None]
     fixed = sorted({call.target for op, call in calls if op.rule is not None and call.fixed and call.on_shards})
     unknown = sorted({call.target for op, call in calls if not (op.flops or call.traffic or _is_small(call.target))})

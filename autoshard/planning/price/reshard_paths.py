@@ -46,9 +46,12 @@ _COMPILED = 10_000
 
 
 class PathPrices:
-    """Prices of paths on one mesh; `link_of` maps a mesh axis to the name of its link."""
+    """Prices of paths on one mesh; `link_of` maps a mesh axis to the name of its link. Prices are of one execution, in
+    seconds.
+    """
 
     def __init__(self, collectives: Collectives, link_of: Mapping[str, str]) -> None:
+        """Prepare the groups of mesh axes, as bits, and the links that each of them uses."""
         self.collectives = collectives
         names = collectives.mesh.names
         self._every = [tuple(name for a, name in enumerate(names) if bits >> a & 1) for bits in range(1 << len(names))]
@@ -60,12 +63,15 @@ class PathPrices:
         self._shares: dict[tuple[Overlap, Kind], Seconds] = {}
 
     def seconds(self, path: Path, overlap: Overlap) -> dict[str, Seconds]:
-        """Return tables [rows, columns] of a path's seconds by channel: exposed, hidden by link, and compute."""
+        """Return tables [rows, columns] of a path's seconds by channel: exposed, hidden by link, and compute.
+
+        Channels without seconds are missing. Compiled kernels price many pairs, and all pairs once they are loaded.
+        """
         large = len(path.source) * len(path.target) >= _COMPILED or _KERNELS in sys.modules
         return self.compiled(path, overlap) if large else self.plain(path, overlap)
 
     def plain(self, path: Path, overlap: Overlap) -> dict[str, Seconds]:
-        """Return the tables computed with numpy, many pairs at a time."""
+        """Return the tables of `seconds` computed with numpy, `_CHUNK` pairs at a time."""
         shape = (len(path.source), len(path.target))
         tables: dict[str, Seconds] = {}
         height = _height(path)
@@ -97,7 +103,7 @@ class PathPrices:
         return self._laid_out(tables, relayouts(path, self.collectives))
 
     def compiled(self, path: Path, overlap: Overlap) -> dict[str, Seconds]:
-        """Return the tables computed by the compiled kernels; each distinct pair of states is priced once."""
+        """Return the tables of `seconds` from the compiled kernels, which price each distinct pair of states once."""
         from autoshard.planning.xla.transition_kernels import Sizes, charge_pairs
 
         height = _height(path)
@@ -125,13 +131,15 @@ class PathPrices:
         return {what: table[rows[:, None], columns] for what, table in priced.items()}
 
     def _laid_out(self, found: dict[str, Seconds], again: "Relayouts") -> dict[str, Seconds]:
-        """Add the seconds of relayouts to the tables, as compute."""
+        """Add the seconds of relayouts to the tables, as compute (in place), if there are any; return the tables."""
         if again.any():
             found["compute"] = again.seconds(Compute(self.collectives.mesh.topology, self.collectives.calibration))
         return found
 
     def _hidden(self, overlap: Overlap, kind: Kind) -> Seconds:
-        """Return the hidden shares of a collective, [2, groups]: of its whole time, and of its time per byte only."""
+        """Return the hidden shares of a collective, [2, groups of mesh axes]: of its whole time, and of its time per
+        byte only.
+        """
         if (overlap, kind) not in self._shares:
             figures = [hiding_figures(self.collectives, overlap, kind, axes) for axes in self._every]
             shares = [hiding_shares(self.collectives.calibration, hides) for hides in figures]
@@ -139,7 +147,9 @@ class PathPrices:
         return self._shares[overlap, kind]
 
     def _ends(self, source: States, target: States, sizes: Sequence[int]) -> "Ends":
-        """Convert states to the record that the compiled kernels use."""
+        """Convert states to the record that the compiled kernels use; `sizes` are those of the dims or factors that the
+        states refer to.
+        """
         from autoshard.planning.xla.transition_kernels import Ends
 
         axes = self.collectives.mesh.sizes
@@ -179,7 +189,7 @@ class PathPrices:
 
 
 def _height(path: Path) -> int:
-    """Return the number of a path's rows that are priced at a time."""
+    """Return the number of a path's rows that are priced at a time: at least 1, at most `_CHUNK` pairs."""
     return max(1, _CHUNK // max(1, len(path.target)))
 
 
@@ -193,6 +203,7 @@ class Relayouts:
     """Bytes written in another order of dims."""
 
     def any(self) -> bool:
+        """Return True if any pair of states has a relayout."""
         return bool(self.ops.any() or self.size.any())
 
     def at(self, row: int, column: int) -> "Relayouts":
@@ -200,18 +211,21 @@ class Relayouts:
         return Relayouts(self.ops[row, column], self.size[row, column])
 
     def seconds(self, compute: Compute) -> NDArray[np.float64]:
-        """Return the seconds of the relayouts."""
+        """Return the seconds of the relayouts: the overhead of each op, and the transfer of the bytes."""
         return self.ops * compute.calibration.op_overhead_s + compute.relayout_seconds(self.size)
 
 
 def relayouts(path: Path, collectives: Collectives, compiled: bool = False) -> Relayouts:
-    """Return the relayouts before and after a path's collectives; `compiled` selects the kernel for many pairs.
+    """Return the relayouts around a path's collectives for every pair of states; `compiled` selects the kernel for many
+    pairs.
 
     TPU compilers gather and scatter along the outermost dim in memory. A fusion of its own puts shards of the last dim,
     or of several dims at once, in place.
 
     Between CPU devices a gather joins whole shards. Along an inner dim the shards are first copied so that this dim is
     outermost, and the result is copied back.
+
+    Other backends have none, nor have tensors of one dim.
 
     Evidence: docs/compiler_behaviour.md, "Relayouts around gathers".
     """
@@ -225,7 +239,10 @@ def relayouts(path: Path, collectives: Collectives, compiled: bool = False) -> R
 
 
 def _copied(path: Path, axis_sizes: Sequence[int]) -> NDArray[np.float64]:
-    """Return the bytes of the shards and of the gathered result, [rows, columns], for every gather of an inner dim."""
+    """Return the bytes of the shards and of the gathered result, [rows, columns], summed over gathers of inner dims.
+
+    A dim is inner if a dim before it has more than one local element.
+    """
     source, target = path.source[:, None, :], path.target[None, :, :]
     gathered = np.where((source >= 0) & (target == WHOLE), source, WHOLE)
     parts = np.array(axis_sizes)
@@ -243,7 +260,10 @@ def _copied(path: Path, axis_sizes: Sequence[int]) -> NDArray[np.float64]:
 
 
 def _moved_fusions(path: Path) -> NDArray[np.int64]:
-    """Return the number of fusions that put shards of the last dim, or of several dims, in place, [rows, columns]."""
+    """Return the number of fusions that put shards of the last dim, or of several dims, in place, [rows, columns].
+
+    A gather and a scatter count at most one each.
+    """
     last = len(path.factors) - 1
     source, target = path.source[:, None, :], path.target[None, :, :]
     gathered = np.where((source >= 0) & (target == WHOLE), source, WHOLE)
@@ -257,7 +277,7 @@ def _moved_fusions(path: Path) -> NDArray[np.int64]:
 
 
 def _compiled_fusions(path: Path) -> NDArray[np.int64]:
-    """Return the same counts from the compiled kernel."""
+    """Return the counts of `_moved_fusions` from the compiled kernel."""
     from autoshard.planning.xla.transition_kernels import count_fusions
 
     fusions = np.zeros((len(path.source), len(path.target)), dtype=np.int64)
@@ -266,12 +286,15 @@ def _compiled_fusions(path: Path) -> NDArray[np.int64]:
 
 
 def _of_rows(wave: Wave) -> Wave:
-    """Select the pairs of equal index of a wave, [rows, 1]."""
+    """Select the pairs of equal index of a wave, as arrays [rows, 1]."""
     return dataclasses.replace(wave, groups=np.diagonal(wave.groups)[:, None], size=np.diagonal(wave.size)[:, None])
 
 
 def path_waves(path: Path, collectives: Collectives) -> tuple[list[Wave], list[Wave]]:
-    """Return the collectives of a path: early gathers (for pairs of equal index), then those of every pair."""
+    """Return the collectives of a path: early gathers (for pairs of equal index), then those of every pair.
+
+    There are no early gathers if the op between passes on all axes. Sums of collected partial results are gathers.
+    """
     sizes = (path.itemsize, path.reduce_itemsize)
     gathers: list[Wave] = []
     if (path.source_dims != path.passed_dims).any():
@@ -283,13 +306,13 @@ def path_waves(path: Path, collectives: Collectives) -> tuple[list[Wave], list[W
 
 
 def path_steps(path: Path, collectives: Collectives) -> tuple[list[Step], list[Step]]:
-    """Return the same collectives with one entry for every kind and group."""
+    """Return the collectives of `path_waves` with one entry for every kind and group."""
     gathers, steps = path_waves(path, collectives)
     return [s for wave in gathers for s in split(wave)], [s for wave in steps for s in split(wave)]
 
 
 def _collected(wave: Wave, collectives: Collectives) -> Wave:
-    """Replace a sum by the gather of its partial results, which every device then combines."""
+    """Replace a sum by the gather of its partial results, which every device then combines; other waves stay."""
     if wave.kind not in ("all-reduce", "reduce-scatter"):
         return wave
     sizes = collectives.mesh.sizes
@@ -300,10 +323,12 @@ def _collected(wave: Wave, collectives: Collectives) -> Wave:
 class PathTables:
     """Cache of path tables by mesh, for programs that are priced one after the other with the same calibration.
 
-    Recipes of one program share most of their paths. If the cache is too large, the oldest meshes are dropped.
+    Recipes of one program share most of their paths. If the cache is too large, `trim` drops the oldest meshes. A
+    pickled copy is empty.
     """
 
     def __init__(self, most_bytes: int) -> None:
+        """Create an empty cache; `trim` limits it to `most_bytes` bytes."""
         self.most_bytes = most_bytes
         self._of: dict[Mesh, dict[tuple[object, ...], dict[str, Seconds]]] = {}
 
@@ -311,7 +336,7 @@ class PathTables:
         return PathTables, (self.most_bytes,)
 
     def of(self, mesh: Mesh) -> dict[tuple[object, ...], dict[str, Seconds]]:
-        """Return the tables of one mesh, and mark the mesh as the newest."""
+        """Return the tables of one mesh by path, new and empty if there are none, and mark the mesh as the newest."""
         self._of[mesh] = self._of.pop(mesh, {})
         return self._of[mesh]
 

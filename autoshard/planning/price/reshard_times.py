@@ -21,7 +21,7 @@ class ReshardTime:
     """Collectives and relayouts of one execution of a reshard under a choice."""
 
     steps: tuple[ReshardStep, ...]
-    """(kind, axes, bytes, seconds) of each collective."""
+    """(kind, axes, bytes, seconds) of each collective, in order; those without bytes are left out."""
     relayouts: Relayouts
     """Relayouts in addition to the collectives, as single figures."""
     relays: bool
@@ -29,7 +29,9 @@ class ReshardTime:
 
 
 def reshard_overlap(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> Overlap:
-    """Return how a reshard may be hidden, given the chosen state of its matmul."""
+    """Return how a reshard may be hidden, given the chosen state of its matmul; a matmul that is too narrow gives
+    `AT_NARROW`.
+    """
     overlap = Overlap(reshard.overlap)
     if reshard.narrow is None:
         return overlap
@@ -52,7 +54,9 @@ _known: "weakref.WeakKeyDictionary[Collectives, dict[int, _Known]]" = weakref.We
 
 
 def reshard_time(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> ReshardTime:
-    """Return the time of a reshard under a choice. Raises ValueError if the pair of alternatives is forbidden."""
+    """Return the time of one execution of a reshard under a choice; cached. Raises `ValueError` if the pair of
+    alternatives is forbidden.
+    """
     row = int(reshard.rows[choices[reshard.source]])
     column = int(reshard.columns[choices[reshard.target]])
     if reshard.forbidden is not None and reshard.forbidden[row, column]:
@@ -74,7 +78,9 @@ def reshard_time(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> 
 
 
 def _reshard_time_of(path: Path, collectives: Collectives) -> ReshardTime:
-    """Price a path that has one state at each end."""
+    """Return the collectives and relayouts of a path that has one state at each end; collectives without bytes are left
+    out.
+    """
     priced_steps: list[ReshardStep] = []
     gathers, pair_steps = path_steps(path, collectives)
     for step in (*gathers, *pair_steps):

@@ -15,7 +15,8 @@ def uncharged_bytes(model: Model, reshard: Reshard, choices: NDArray[np.int64]) 
     """Return the bytes that a softmax credits for a tensor but that the tensor's matmul was never charged for.
 
     The softmax does not store this tensor, so its cluster subtracts the tensor's local bytes from the matmul's traffic.
-    A matmul whose own state splits the tensor finer was charged for fewer bytes. The figure is for one execution.
+    A matmul whose own state splits the tensor finer was charged for fewer bytes. The figure is for one execution; it is
+    0 for other tensors and for reshards at no heavy op.
     """
     tensor = reshard.tensor
     if tensor not in model.credited_tensors or reshard.op < 0:
@@ -32,10 +33,11 @@ def uncharged_bytes(model: Model, reshard: Reshard, choices: NDArray[np.int64]) 
 
 
 def _elements(states: States, row: int, shape: tuple[int, ...], axis_sizes: Sequence[int]) -> int:
-    """Return the elements of a tensor on one device in one of its states.
+    """Return the elements of a tensor on one device in one of its states; uneven shards are rounded up.
 
     - `states`: dim that each mesh axis splits, [states, axes].
     - `row`: index of the state.
+    - `shape`: unsplit shape of the tensor.
     - `axis_sizes`: sizes of the mesh axes.
     """
     count = 1

@@ -52,7 +52,9 @@ class LedgerRow:
     bytes: float = 0.0
     """Bytes of one execution of a collective, as `Collectives.wire_bytes` counts them."""
     cause: str = ""
+    """Name of the node, or of the resharded tensor (`reshard_cause`)."""
     line: str = ""
+    """Source line; empty if unknown."""
 
     @property
     def op(self) -> int:
@@ -68,7 +70,7 @@ class LedgerRow:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds in one step that compute waits for a collective."""
+        """Seconds in one step of a collective that overlap with nothing; 0 for work."""
         return self.seconds * self.lanes.get(EXPOSED, 0.0) * self.times
 
     def channels(self) -> Iterator[tuple[Channel, float]]:
@@ -82,8 +84,10 @@ class MemoryPass:
     """Bytes of one tensor that a fusion reads or writes, or that are copied apart from any fusion."""
 
     place: Place
+    """Place to which the pass belongs: the fusion's last op, or the tensor."""
     tensor: int
     block: int
+    """Loop that contains the pass; -1 for none."""
     times: float
     """Number of passes in one step."""
     size: float
@@ -107,13 +111,13 @@ class Ledger:
 
 
 def itemise(model: Model, choices: NDArray[np.int64]) -> Ledger:
-    """Return the ledger of a choice of one alternative per node. Raises ValueError if a forbidden pair was chosen."""
+    """Return the ledger of a choice of one alternative per node. Raises `ValueError` if a forbidden pair was chosen."""
     rows = (*_node_rows(model, choices), *_reshard_rows(model, choices))
     return Ledger(model, choices, rows, tuple(_memory_passes(model, choices)))
 
 
 def _node_rows(model: Model, choices: NDArray[np.int64]) -> Iterator[LedgerRow]:
-    """Yield the rows of nodes: their compute and host traffic, and the collectives inside ops."""
+    """Yield the rows of nodes: their compute and host traffic, one for each channel, and the collectives inside ops."""
     notes = RecordedCompute(model.compute)
     for node, choice in zip(model.nodes, choices.tolist(), strict=True):
         op = model.graph.ops[node.ref] if node.kind == "op" else None
@@ -136,7 +140,9 @@ def _node_rows(model: Model, choices: NDArray[np.int64]) -> Iterator[LedgerRow]:
 
 
 def _streamed(model: Model, node: Node, choice: int, channel: Channel) -> tuple[Charge, ...]:
-    """Return the charges for the memory traffic and launches of a cluster's fusions, which make up the node's time."""
+    """Return the charges that make up a cluster's seconds in a channel: launches of its fusions, and memory or host
+    traffic for the rest.
+    """
     block, what = channel
     seconds = float(node.time[channel][choice])
     if what == HOST:
@@ -148,7 +154,7 @@ def _streamed(model: Model, node: Node, choice: int, channel: Channel) -> tuple[
 
 
 def _inside(model: Model, node: Node, op: Op, choice: int) -> Iterator[LedgerRow]:
-    """Yield the rows of the collectives inside an op."""
+    """Yield the rows of the collectives inside an op in its chosen state; those without bytes are left out."""
     for inner in node.inner:
         size = float(inner.size[choice])
         if size <= 0:
@@ -166,7 +172,9 @@ def _inside(model: Model, node: Node, op: Op, choice: int) -> Iterator[LedgerRow
 
 
 def _reshard_rows(model: Model, choices: NDArray[np.int64]) -> Iterator[LedgerRow]:
-    """Yield the rows of reshards: relayouts with softmax corrections as one row, then each collective."""
+    """Yield the rows of reshards: relayouts with softmax corrections as one row, then each collective. Free reshards
+    have none.
+    """
     link_of, named = link_names(model.mesh), cluster_names(model)
     for reshard in model.reshards:
         timing = reshard_time(model, reshard, choices)
@@ -191,7 +199,9 @@ def _reshard_rows(model: Model, choices: NDArray[np.int64]) -> Iterator[LedgerRo
 
 
 def _relaid(reshard: Reshard, relayouts: Relayouts, uncharged: float) -> tuple[Charge, ...]:
-    """Return the charges of a reshard's relayouts and of the bytes that a softmax credits without a charge."""
+    """Return the charges of a reshard's relayouts and of the bytes that a softmax credits without a charge; empty
+    amounts are left out.
+    """
     amounts = {"launch": float(relayouts.ops), "relayout": float(relayouts.size), "stream": uncharged}
     return tuple(
         Charge(name, (), (amount,), reshard.block, reshard.trips) for name, amount in amounts.items() if amount
@@ -199,9 +209,12 @@ def _relaid(reshard: Reshard, relayouts: Relayouts, uncharged: float) -> tuple[C
 
 
 def _memory_passes(model: Model, choices: NDArray[np.int64]) -> Iterator[MemoryPass]:
-    """Yield the memory traffic of fusions and copies, which `NodePricer` adds up by cluster."""
+    """Yield the memory traffic of fusions and copies, by which the seconds that `NodePricer` adds up by cluster are
+    divided.
+    """
 
     def passes(place: Place, tensor: int, block: int, times: float) -> Iterator[MemoryPass]:
+        """Yield the pass of a tensor with a cluster, with the bytes of its planned shard; none for other tensors."""
         if model.structure.cluster_of[tensor] < 0:
             return
         record, spec = model.graph.tensors[tensor], tensor_spec(model, choices, tensor)

@@ -33,16 +33,19 @@ class _Block:
     """Clock of a loop or of the top level: its start, and the busy seconds so far of its compute and links."""
 
     start: float
+    """Seconds from the start of the step."""
     compute: float = 0.0
     links: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
+    """Busy seconds by lane: a link, or the host's memory."""
 
 
 def make_timeline(ledger: Ledger) -> Timeline:
-    """Lay out one schedule of the step that takes the predicted time.
+    """Lay out one schedule of the step that takes the predicted time, with the memory at sampled moments.
 
     Ops are in program order. All trips of a loop are drawn as one, so a span is as long as its op in all trips
     together. A hidden collective overlaps with its block's compute, on its link. An exposed one delays compute. Compute
-    waits at the end of a block whose links are busy for longer than its compute.
+    waits at the end of a block whose links are busy for longer than its compute. Spans shorter than `SHORTEST` of the
+    step are not stored.
     """
     jobs = sorted(_jobs(ledger), key=lambda job: (job[0], job[1]))
     blocks: dict[int, _Block] = {}
@@ -72,7 +75,9 @@ def make_timeline(ledger: Ledger) -> Timeline:
 
 
 def _wait(block: _Block, number: int, clock: float) -> list[Span]:
-    """Return the span in which compute waits at the block's end for the slowest link; none if compute takes longer."""
+    """Return a list with the span in which compute waits at the block's end for the slowest link. It is empty if
+    compute takes at least as long.
+    """
     link, busy = max(block.links.items(), key=lambda item: item[1], default=("", 0.0))
     seconds = busy - block.compute
     return [Span(f"waiting for {link}", EXPOSED[1], clock, seconds, number)] if seconds > 0 else []
@@ -83,7 +88,11 @@ _Job = tuple[int, int, int, str, str, float]
 
 
 def _jobs(ledger: Ledger) -> list[_Job]:
-    """Return the jobs of a ledger: one for all collectives inside an op, else one for each row and lane."""
+    """Return the jobs of a ledger: one for all collectives inside an op, else one for each row and lane.
+
+    Reshards of an op's operands come before its work, those of its results after it. Jobs without time, and negative
+    ones, are left out.
+    """
     model, graph = ledger.model, ledger.model.graph
     inside: dict[tuple[int, int, str], float] = defaultdict(float)
     jobs: list[_Job] = []
@@ -107,7 +116,8 @@ def _jobs(ledger: Ledger) -> list[_Job]:
 def _moment(model: Model, node: Node, block: int) -> int:
     """Return the op at which a node's work in a block is drawn.
 
-    This is the node's own op, or the first op in the block that computes one of its tensors.
+    This is the node's own op, or the first op in the block that computes one of its tensors. Without one it is the
+    start of the loop; at the top level, the first op that computes any of its tensors, else 0.
     """
     if node.kind == "op":
         return node.ref
@@ -149,8 +159,8 @@ class _Sampler:
     ) -> tuple[tuple[float, ...], dict[str, tuple[int, ...]], tuple[HeldTensors, ...]]:
         """Return the sampled moments in seconds, the bytes of each kind from each moment on, and the live buffers.
 
-        The fullest moment of each group of neighbouring moments is sampled. `starts` has (op id, seconds) of the jobs,
-        and `end` is the length of the step.
+        Moments are cut into at most `SAMPLES` groups of neighbours, and the fullest of each group is sampled. `starts`
+        has (op id, seconds) of the jobs, and `end` is the length of the step in seconds.
         """
         states = self.states()
         moments = sorted(states)
@@ -171,7 +181,12 @@ class _Sampler:
         return tuple(times), memory, self.live_tensors([states[moment][0] for moment in chosen])
 
     def live_tensors(self, chosen: list[int]) -> tuple[HeldTensors, ...]:
-        """Return the buffers that are live after the chosen events, grouped by name."""
+        """Return the buffers that are live after the chosen events, grouped by name, kind and lifetime, the largest
+        first.
+
+        `chosen` has positions in `events`, in order. At most `MOST_HELD` groups are listed, none below `SMALLEST` of
+        the largest.
+        """
         added: dict[int, int] = {}
         grouped: dict[tuple[str, str, int, int], list[int]] = defaultdict(lambda: [0, 0])
         for at, (_, size, number) in enumerate(self.events):
@@ -191,7 +206,9 @@ class _Sampler:
         return tuple(row for row in rows[:MOST_HELD] if row.bytes >= SMALLEST * most)
 
     def name(self, tensor: int) -> str:
-        """Return the name of a tensor: that of its argument, its own, or that of its cluster."""
+        """Return the name of a tensor: that of its argument, its own, or that of its cluster; empty if there is none,
+        and for -1.
+        """
         cluster = self.model.structure.cluster_of[tensor] if tensor >= 0 else -1
         return self.arguments.get(tensor) or self.model.graph.tensors[tensor].name or self.named.get(cluster, "")
 
@@ -204,4 +221,5 @@ class _Sampler:
 
     @functools.cached_property
     def named(self) -> dict[int, str]:
+        """Names of clusters, as `cluster_names` gives them."""
         return cluster_names(self.model)

@@ -31,6 +31,7 @@ from autoshard.program import Pipeline, Program
 
 
 GPIPE = "gpipe"
+"""Schedule of all bounding pipelines: one round."""
 MOST_PAIRS = 120_000_000
 """Most pairs of pipeline alternatives that one search prices. The limit counts work, not time, so that the same input
 gives the same plan. Pipelines whose stages are slices are priced first, then those of few stages, and among them those
@@ -51,6 +52,7 @@ class StagedMeshes:
     """Meshes with an axis of stages on which a pipeline may beat the best plan."""
 
     meshes: tuple[Mesh, ...]
+    """Meshes to plan on, in order of their bounds; empty if no plan of the pipeline can win."""
     bound_s: float
     """Lower bound in seconds of a step on every mesh with such an axis."""
     program: Program | None
@@ -61,9 +63,11 @@ class StagedMeshes:
     """True if no mesh is searched since a more promising pipeline of as many stages is slower than the best plan."""
 
     def row(self, recipe: Recipe, least_s: float, elements: int | None) -> RecipeTried:
-        """Return the row of a pipeline that is not planned.
+        """Return the row of a pipeline that is not planned: dominated, skipped, or slower on every staged mesh.
 
-        `least_s` is a lower bound in seconds per element of the batch. `elements` is used only if no program was made.
+        - `recipe`: recipe of the pipeline.
+        - `least_s`: lower bound in seconds per element of the batch.
+        - `elements`: elements of the batch, used only if no program was made; None if unknown.
         """
         elements = elements if self.program is None else elements_of(self.program)
         bound_s = max(self.bound_s, least_s * (elements or 0))
@@ -82,6 +86,7 @@ class BoundingPipeline:
     """A pipeline of one round, with the lower bounds that it gives for others."""
 
     task: Task
+    """Planning task of its program."""
     pipeline: Pipeline
     bounds: dict[Mesh, float]
     """Lower bound in seconds of a step without its bubble, for each mesh bounded so far. A bound is only as tight as
@@ -97,7 +102,7 @@ class BoundingPipeline:
 
     @property
     def layers(self) -> int:
-        """The number of layers of the stack that is cut."""
+        """The number of layers of the largest stack, which is cut."""
         return max(self.task.program.stacks)
 
     def stretch(self, other: Pipeline) -> float:
@@ -119,11 +124,11 @@ class BoundingPipeline:
         ended: Callable[[], bool],
         crew: WorkerCrew,
     ) -> None:
-        """Bound the meshes that have no bound yet, until `ended` returns True.
+        """Bound the meshes that have no bound yet (in place), until `ended` returns True.
 
         - `beat_s`: seconds of the best step; a bound is refined only until it reaches this time.
-        - `weights`: time weights of the best plan; None skips the meshes that would have to be priced.
-        - `ended`: True once the search may price no more.
+        - `weights`: time weights of the best plan; with None no mesh is priced, and its floor is its bound.
+        - `ended`: True once the search may price no more; meshes after that stay without a bound.
         - `crew`: workers that price all remaining meshes at once; the choice of meshes does not depend on them.
         """
         # Floors and bounds include the bubble; `bounds` stores them without it.
@@ -149,6 +154,8 @@ class BoundingPipeline:
     def _floor(self, mesh: Mesh, enough_s: float) -> float:
         """Return a lower bound in seconds of all plans on a mesh, without pricing the mesh; infinite for an unusable
         mesh.
+
+        The bound need not be tightened beyond `enough_s` seconds.
         """
         task = self.task
         if unusable(task.reading, mesh):
@@ -157,7 +164,9 @@ class BoundingPipeline:
 
 
 def _priced_bound(task: Task, mesh: Mesh, rival: Incumbent) -> float:
-    """Return a lower bound in seconds of all plans on a mesh, from the prices of its ops and reshards."""
+    """Return a lower bound in seconds of all plans on a mesh, from the prices of its ops and reshards; 0 if there is
+    none.
+    """
     trials = MeshAttempts(task, math.inf, True)
     trial = trials.bound(mesh, rival)
     return trials.bounded(mesh) if trial is None else trial.bound_s or 0.0
@@ -194,19 +203,22 @@ class PipelineMeshes:
 
     @property
     def ended(self) -> bool:
-        """True once the search may price no more."""
+        """True once the search may price no more: `MOST_PAIRS` pairs are spent."""
         return self.spent >= MOST_PAIRS
 
     def record_slower(self, recipe: Recipe, layers: int) -> None:
-        """Record that the pipeline of a recipe was planned and is slower than the best plan."""
+        """Record that the pipeline of a recipe was planned and is slower than the best plan. A recipe without one, or 0
+        layers, does nothing.
+        """
         pipeline = pipeline_of(recipe)
         if pipeline is not None and layers:
             least_promise = self.in_vain.get(pipeline.stages, math.inf)
             self.in_vain[pipeline.stages] = min(least_promise, promise(pipeline, layers))
 
     def dominated(self, recipe: Recipe, layers: int) -> bool:
-        """Return True if a recipe's pipeline may be skipped since a more promising one was slower than the best
-        plan.
+        """Return True if a recipe's pipeline may be skipped since a more promising one was slower than the best plan.
+
+        Only pipelines with as many stages are compared, and none before `EVERY` pairs are spent.
         """
         pipeline = pipeline_of(recipe)
         least_promise = None if pipeline is None else self.in_vain.get(pipeline.stages)
@@ -217,7 +229,7 @@ class PipelineMeshes:
     def of(
         self, recipe: Recipe, counts: Sequence[int], beat: Callable[[Program], float], weights: Weights | None
     ) -> StagedMeshes | None:
-        """Return the meshes worth planning for the pipeline of a recipe.
+        """Return the meshes worth planning for the pipeline of a recipe, which must have one.
 
         Return None if no mesh has an axis of stages, if a bounding program cannot be made, or if the program names mesh
         axes itself.
@@ -226,7 +238,8 @@ class PipelineMeshes:
         - `beat`: gives the seconds that a step of a program must beat.
         - `weights`: time weights of the best plan so far; None if there is none.
 
-        After `MOST_PAIRS` pairs no further mesh is priced, and the bounds known by then decide.
+        Bounds come from pipelines of ever more microbatches, until the remaining meshes have at most `AT_ONCE` pairs.
+        After `MOST_PAIRS` pairs no further mesh is priced or planned; such meshes count as skipped.
         """
         pipeline = pipeline_of(recipe)
         assert pipeline is not None
@@ -273,8 +286,10 @@ class PipelineMeshes:
         return StagedMeshes(meshes, least_s, program, skipped_meshes)
 
     def _bounding_pipeline(self, recipe: Recipe) -> BoundingPipeline | None:
-        """Return the bounding pipeline of a recipe, made once; None if its program cannot be made or fixes mesh
-        axes.
+        """Return the bounding pipeline of a recipe, which must have a pipeline; each is made once.
+
+        None if its program cannot be made (`UserError`), or states constraints or manual regions, which not every mesh
+        satisfies.
         """
         if recipe not in self.bounding:
             pipeline = pipeline_of(recipe)
@@ -291,7 +306,7 @@ class PipelineMeshes:
 
 
 def _first(meshes: Sequence[Mesh], bounding: BoundingPipeline) -> tuple[Mesh, ...]:
-    """Return the first meshes with at most `AT_ONCE` pairs together, at least one."""
+    """Return the first meshes with at most `AT_ONCE` pairs together, at least one unless there is none."""
     first_meshes: list[Mesh] = []
     pairs = 0
     for mesh in meshes:
@@ -303,9 +318,9 @@ def _first(meshes: Sequence[Mesh], bounding: BoundingPipeline) -> tuple[Mesh, ..
 
 
 def _fewer(pipeline: Pipeline, counts: Sequence[int]) -> list[int]:
-    """Return the numbers of microbatches that may be chosen and divide those of a pipeline, with its own number last.
+    """Return the numbers of microbatches to bound a pipeline with, in rising order, its own number last.
 
-    Each smaller number is a multiple of the number of stages.
+    The others are those of `counts` that divide it and are multiples of the number of stages.
     """
     fewer = {n for n in counts if pipeline.microbatches % n == 0 and n % pipeline.stages == 0}
     return sorted({*fewer, pipeline.microbatches})

@@ -12,6 +12,7 @@ from autoshard.program import Pipeline
 
 
 SKIPPED_OUTCOMES = (RecipeOutcome.SKIPPED, RecipeOutcome.DOMINATED)
+"""Outcomes of pipelines that were not looked at."""
 
 MOVED = 0.3
 """Time of parameters and gradients on the links over compute time, used only to order pipelines. The figure is about
@@ -31,21 +32,25 @@ class Arithmetic:
     def in_stages(self, pipeline: Pipeline, layers: int) -> float:
         """Return a lower bound in seconds per element for all plans of the pipeline.
 
-        Stages compute in every tick, so the time within them is stretched by all ticks over the useful ones.
+        Stages compute in every tick, so the time within them is stretched by all ticks over the useful ones. Layers
+        that run outside of the stages, and all other work, are not stretched. `layers` is above 0.
         """
         staged = self.layers * (1 - pipeline.outside(layers) / layers)
         return self.seconds * (1 + staged * (pipeline.ticks(layers) / _useful(pipeline, layers) - 1))
 
 
 def _useful(pipeline: Pipeline, layers: int) -> int:
-    """Return the number of a stage's ticks whose results are used."""
+    """Return the number of a stage's ticks whose results are used: its microbatches times its rounds."""
     return pipeline.microbatches * pipeline.rounds(layers)
 
 
 def arithmetic_of(graph: OpGraph, seconds: float, elements: int, layers: int) -> Arithmetic:
     """Return the arithmetic of a program whose stack of `layers` layers is a loop.
 
-    `seconds` is the step's bound by `least_seconds`.
+    - `seconds`: the step's bound by `least_seconds`.
+    - `elements`: elements of the batch.
+
+    Without FLOPs the share of the layers is 0.
     """
     inside = dataclasses.replace(graph, ops=tuple(op for op in graph.ops if _in_loop_of(graph, op.loop, layers)))
     all_flops, layer_flops = graph.flops, inside.flops
@@ -53,7 +58,7 @@ def arithmetic_of(graph: OpGraph, seconds: float, elements: int, layers: int) ->
 
 
 def _in_loop_of(graph: OpGraph, loop: int, trips: int) -> bool:
-    """Return True if a loop, or one around it, has this number of trips and is no conditional."""
+    """Return True if a loop, or one around it, has this number of trips and is no conditional; -1 gives False."""
     while loop >= 0:
         if graph.loops[loop].trips == trips and not graph.loops[loop].branches:
             return True
@@ -62,7 +67,7 @@ def _in_loop_of(graph: OpGraph, loop: int, trips: int) -> bool:
 
 
 def pipeline_of(recipe: Recipe) -> Pipeline | None:
-    """Return the pipeline of a recipe; None if it has none."""
+    """Return the pipeline of a recipe; None if it has no choice of stages or one stage."""
     choices = recipe.arguments
     if choices.get("stages", 1) == 1:
         return None
@@ -70,7 +75,7 @@ def pipeline_of(recipe: Recipe) -> Pipeline | None:
 
 
 def without_pipeline(recipe: Recipe) -> Recipe:
-    """Return a recipe without its choices of the pipeline."""
+    """Return a recipe without its choices of the pipeline (`PARTS`)."""
     return Recipe(tuple((name, value) for name, value in recipe.choices if name not in PARTS))
 
 
@@ -80,8 +85,10 @@ def in_order(
     """Yield recipes without stages first, fewer microbatches before more, then pipelines.
 
     Pipelines with as many stages as `slices` are first, since these send little over slow links. The others follow by
-    number of stages, the most promising first. `layers` returns the number of layers of the cut stack, 0 until a
-    program was made.
+    number of stages, the most promising first; until `layers` is known, more microbatches come first.
+
+    - `recipes`: values of each recipe, by the positions of `names`.
+    - `layers`: returns the number of layers of the cut stack, 0 until a program was made.
     """
     places = [names.index(name) for name in ("stages", "microbatches", "schedule")]
 
@@ -92,7 +99,7 @@ def in_order(
     yield from sorted((each for each in recipes if parts(each)[0] == 1), key=lambda values: parts(values)[1])
 
     def key(values: tuple[Any, ...]) -> tuple[bool, int, float]:
-        """Return the sort key of a pipeline."""
+        """Return the sort key of a pipeline; the least is first."""
         stages, count, schedule = parts(values)
         if schedule is None or not layers():
             return stages != slices, stages, -count
@@ -112,9 +119,10 @@ def promise(pipeline: Pipeline, layers: int) -> float:
 
 
 def with_skipped_meshes(row: RecipeTried, skipped_meshes: int, bound_s: float) -> RecipeTried:
-    """Return the row of a pipeline of which `skipped_meshes` meshes were skipped.
+    """Return the row of a pipeline of which `skipped_meshes` meshes were skipped; the row itself if none was.
 
-    `bound_s` is a lower bound of a step, in seconds, on all its meshes.
+    A pipeline that does not fit becomes `PARTLY_UNFIT`. `bound_s` is a lower bound of a step, in seconds, on all its
+    meshes.
     """
     if not skipped_meshes:
         return row
@@ -127,7 +135,12 @@ def is_sensible(user_options: Mapping[str, Any], counts: Sequence[int], stacks: 
     """Return True if stages, schedule and microbatches suit each other and the program's `stacks`, where these are
     known.
 
-    `counts` are all numbers of microbatches that may be chosen; with one number there is no choice.
+    - `user_options`: the three values by name.
+    - `counts`: all numbers of microbatches that may be chosen; with one number there is no choice.
+    - `stacks`: numbers of layers in the stacks; None if unknown.
+
+    One stage has no schedule. Microbatches must be a multiple of the stages by a factor of `MICROBATCHES`, if there is
+    a choice. Each stage needs a layer for each round, and schedules other than GPipe several rounds.
     """
     stages, count, schedule = user_options["stages"], user_options["microbatches"], user_options["schedule"]
     if stages == 1:
@@ -145,7 +158,11 @@ def is_sensible(user_options: Mapping[str, Any], counts: Sequence[int], stacks: 
 
 
 def pipeline_words(best: RecipeTried, rows: Sequence[RecipeTried], stacks: Sequence[int]) -> str:
-    """Return a sentence on the chosen pipeline, or on the reason for which none was chosen; empty without a choice."""
+    """Return a sentence on the chosen pipeline, or on the reason for which none was chosen; empty without a choice.
+
+    - `best`, `rows`: row of the chosen recipe, and all rows.
+    - `stacks`: numbers of layers in the program's stacks.
+    """
     if "stages" not in best.recipe.arguments:
         return ""
     layers = max(stacks, default=0)
@@ -169,7 +186,7 @@ def pipeline_words(best: RecipeTried, rows: Sequence[RecipeTried], stacks: Seque
 
 
 def _unlooked(rows: Sequence[RecipeTried]) -> str:
-    """Return the number of pipelines that were skipped and the lower bound of their steps; empty if none was."""
+    """Return words on skipped pipelines and meshes, with lower bounds of their steps; empty if none was skipped."""
     bounds = [row.bound_s or 0.0 for row in rows if row.outcome in SKIPPED_OUTCOMES]
     partial = [row for row in rows if row.skipped_meshes and row.outcome not in SKIPPED_OUTCOMES]
     words = ""

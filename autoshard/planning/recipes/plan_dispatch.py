@@ -48,8 +48,8 @@ def plan_any(
     - A source is planned as a program for each stage if its options or the form ask for that.
     - A source with options that are `auto`, or with choices of its own, is planned for all recipes that may win.
     - A function with `autoshard.choices` is planned for all of them.
-    - Any other function is planned for all remat policies. In the policy `full:12+dots` the first 12 layers use `full`
-      and the rest `dots`.
+    - Any other function is planned for all remat policies, and receives each as text. In the policy `full:12+dots` the
+      first 12 layers use `full` and the rest `dots`.
     - Any other source, and a program, is planned as it is.
 
     Raises `UserError` for options that no plan can satisfy, and `InfeasibleError` if no plan fits the memory limit.
@@ -65,14 +65,17 @@ def plan_any(
 
 
 def _plan_source(source: NamedSource, options: Options, running: Running) -> PlanResult:
-    """Return the plan of a source: by stage, of the best recipe, or of its one program."""
+    """Return the plan of a source: by stage, of the best recipe, or of its one program.
+
+    Recipes are searched if options of the source are open (`auto`) or the program has choices of its own.
+    """
     if is_by_stage(source.options, options.form):
         return _plan_by_stage(source, options, running)
     open_choices = source_choices(source.options, options.topology)
     own_choices = read_choices(source.text, source.entry)
 
     def make(**recipe: Any) -> Program:
-        """Open the source with a recipe."""
+        """Open the source with a recipe: values of open options join the source's options, others go to the program."""
         chosen = {name: value for name, value in recipe.items() if name in open_choices}
         own = {name: value for name, value in recipe.items() if name in own_choices}
         return source.opened({**source.options, **chosen}, own, anew=False)
@@ -100,7 +103,7 @@ def _plan_by_stage(source: NamedSource, options: Options, running: Running) -> P
         return source.opened({**unstaged, **more}, {}, anew=True)
 
     def sharded(program: Program, inner: Options) -> Plan:
-        """Plan one program, and add its wall times."""
+        """Plan one program on its part of the devices, add its wall times, and return its plan."""
         results.append(make_plan(program, inner, running))
         for phase, seconds in results[-1].wall_s.items():
             wall[phase] = wall.get(phase, 0.0) + seconds

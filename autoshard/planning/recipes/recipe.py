@@ -51,8 +51,10 @@ class Recipe:
     """One value for each choice."""
 
     choices: tuple[tuple[str, Any], ...]
+    """(name, value) of each choice; None as a value leaves the choice at its default."""
 
     def __str__(self) -> str:
+        """Return the choices as text, such as `remat full, batch 8`; values of None are left out."""
         labelled = ((name.replace("_", " "), value) for name, value in self.choices)
         return ", ".join(f"{name} {value}" for name, value in labelled if value is not None)
 
@@ -62,7 +64,7 @@ class Recipe:
         return dict(self.choices)
 
     def but(self, **instead: Any) -> "Recipe":
-        """Return this recipe with some values replaced."""
+        """Return this recipe with some values replaced; new names are added."""
         return Recipe(tuple((self.arguments | instead).items()))
 
 
@@ -79,6 +81,7 @@ class RecipeTried:
     elements: int | None = None
     """Batch size in the unit that the model counts: tokens for a language model."""
     peak_bytes: int | None = None
+    """Peak memory of one device in the best plan; None without a plan."""
     bound_s: float | None = None
     """Lower bound of the step time in seconds, known before planning."""
     expected_s: float | None = None
@@ -94,40 +97,50 @@ class RecipeTried:
 
     @property
     def verdict(self) -> str:
-        """Reason for the rejection of the recipe; empty for the chosen one."""
+        """Reason for the rejection of the recipe: that of the row, else the outcome's; empty for a planned one without
+        its own.
+        """
         return self.reason or self.outcome.value
 
     @property
     def per_element_s(self) -> float:
-        """Expected seconds per element of the batch, by which recipes are compared; infinite without a plan."""
+        """Expected seconds per element of the batch, by which recipes are compared; per step if elements are unknown.
+        Infinite without a plan.
+        """
         if self.expected_s is None:
             return math.inf
         return self.expected_s / (self.elements or 1)
 
 
 def elements_of(program: Program) -> int:
-    """Return the tokens of a program, or else the number of elements of its largest batch argument."""
+    """Return the tokens of a program, or else the number of elements of its largest batch argument; at least 1."""
     sizes = (math.prod(a.shape) for a in program.arguments if a.role is Role.BATCH)
     return program.tokens or max(sizes, default=1) or 1
 
 
 def beaten_row(recipe: Recipe, bound_s: float, elements: int, least_bytes: int) -> RecipeTried:
-    """Return the row of a recipe that is slower than the best one on every mesh; only a lower bound of its time is
-    known.
+    """Return the row of a recipe that is slower than the best one on every mesh.
 
-    `least_bytes` is a lower bound of the peak of all its plans, and stands in for the peak.
+    Only a lower bound of its step is known, `bound_s` in seconds. `least_bytes` is a lower bound of the peak of all its
+    plans, and stands in for the peak.
     """
     return RecipeTried(recipe, RecipeOutcome.BEATEN, elements=elements, bound_s=bound_s, held_bytes=least_bytes)
 
 
 def implied_row(recipe: Recipe, other: RecipeTried) -> RecipeTried:
-    """Return the row of a recipe that is slower because `other` is, which computes less."""
+    """Return the row of a recipe that is slower because `other` is, which computes less; its reason names the choices
+    in which `other` differs.
+    """
     reason = f"not planned: {difference(other.recipe, recipe)} is slower in every case"
     return RecipeTried(recipe, RecipeOutcome.IMPLIED, reason)
 
 
 def needs_no_less(recipe: Recipe, other: Recipe) -> bool:
-    """Return True if a recipe of a source needs at least as much memory as another one."""
+    """Return True if a recipe of a source needs at least as much memory as another one, as far as their choices show.
+
+    Values of `_LESS_MEMORY` are compared in their order; any other choice must be equal. Microbatches may be more if
+    the batch is larger and each microbatch is no smaller. Both recipes must have the same choices.
+    """
     mine, theirs = recipe.arguments, other.arguments
     batches, parts = ([choices.get(name, 1) for choices in (mine, theirs)] for name in ("batch", "microbatches"))
     # A larger batch needs as much memory at a time if its microbatches are no smaller.
@@ -142,14 +155,18 @@ def needs_no_less(recipe: Recipe, other: Recipe) -> bool:
 
 
 def difference(recipe: Recipe, other: Recipe) -> str:
-    """Return the choices in which a recipe differs from another one, as text."""
+    """Return the choices of a recipe that differ from those of another one, as text; values of None are left out."""
     theirs = other.arguments
     changed = [(name, value) for name, value in recipe.choices if theirs.get(name) != value]
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in changed if value is not None)
 
 
 def verdict_of(row: RecipeTried, best: RecipeTried) -> str:
-    """Return the reason for which a recipe was rejected; empty for the best one."""
+    """Return the reason for which a recipe was rejected; empty for the best one.
+
+    A recipe whose own verdict is empty is reported by how much slower it is than the best, per element if their batches
+    differ. A beaten one is reported by its bound.
+    """
     if row.outcome is RecipeOutcome.BEATEN and row.bound_s is not None and row.elements:
         excess = row.bound_s / row.elements / best.per_element_s - 1
         return f"at least {excess:.1%} {RecipeOutcome.BEATEN.value}" if excess >= 5e-4 else "no faster on any mesh"
@@ -163,7 +180,8 @@ def verdict_of(row: RecipeTried, best: RecipeTried) -> str:
 def line_of(chosen: Recipe, rows: Sequence[RecipeTried]) -> str:
     """Return a sentence for the plan's words on the chosen recipe and its alternatives.
 
-    If only one choice was open, the sentence lists the time of each other value.
+    `rows` begins with the chosen recipe, the others by rank. If only one choice was open, the sentence lists the time
+    or verdict of each other value; else it names the next best recipe.
     """
     open_choices = [name for name, _ in chosen.choices if any(row.recipe.arguments[name] is not None for row in rows)]
     if len(open_choices) > 1:
@@ -181,7 +199,11 @@ def line_of(chosen: Recipe, rows: Sequence[RecipeTried]) -> str:
 
 
 def figures_of(row: RecipeTried, rows: Sequence[RecipeTried], varied: bool) -> dict[str, Any]:
-    """Return a row for the plan file. Its `frontier` is True if no other recipe is both as fast and as small."""
+    """Return a row for the plan file. Its `frontier` is True if no other recipe is both as fast and as small.
+
+    Speed is per element; rows without a plan are not on the frontier, and rows with equal figures are so together. With
+    `varied`, batches differ, and the row has seconds per element too.
+    """
     figures = {
         "choices": row.recipe.arguments,
         "verdict": row.verdict,
@@ -207,7 +229,8 @@ def figures_of(row: RecipeTried, rows: Sequence[RecipeTried], varied: bool) -> d
 def slack_row(recipe: Recipe, tried: Sequence[RecipeTried], limit: int) -> RecipeTried | None:
     """Return a row for a recipe that only frees memory and need not be planned; None if it must be.
 
-    The recipe is compared with those `tried`; `limit` is the memory of a device in bytes.
+    The recipe is compared with those `tried` that differ in microbatches or state on the hosts only. It need not be
+    planned if one of them is slower regardless of memory, or needs less than `TIGHT` of `limit` (bytes of one device).
     """
     eases = [n for n, first in (("microbatches", 1), ("host", HOSTS[0])) if recipe.arguments.get(n, first) != first]
     for name, other in itertools.product(eases, tried):

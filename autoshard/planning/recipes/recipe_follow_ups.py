@@ -60,10 +60,13 @@ class Search(Protocol):
     topology: Topology
     running: Running
     tried: list[RecipeTried]
+    """Rows of the recipes considered so far, in order."""
     full: dict[Recipe, tuple[Program, Plan]]
     """Programs and plans of the recipes whose layers recompute everything."""
     layers: int | None
+    """Number of layers of the program; None if unknown."""
     savable: tuple[str, ...]
+    """Names of values that a policy may save."""
 
     @property
     def best(self) -> tuple[RecipeTried, Made] | None:
@@ -75,17 +78,21 @@ class Search(Protocol):
     ) -> bool:
         """Plan a recipe with the options `instead` and return True if it is the new best.
 
-        With `force`, skip all pruning checks.
+        - `forecast`: forecast of its remat policy; None if there is none.
+        - `force`: True skips all pruning checks.
+
+        Adds a row to `tried` in any case.
         """
         ...
 
 
 def mix_remats(search: Search, remats: Sequence[str]) -> None:
-    """Add mixtures of the best recipe's remat policy with each policy that computes less and does not fit, on the best
+    """Plan mixtures of the best recipe's remat policy with each policy that computes less and does not fit, on the best
     mesh.
 
-    A binary search finds the fewest layers that keep the slower policy. Fewer recomputing layers are faster until short
-    memory forces other splits of the tensors.
+    A binary search finds the fewest layers that keep the slower policy, to within `FINENESS`. Fewer recomputing layers
+    are faster until short memory forces other splits of the tensors. `remats` lists policies, those that compute less
+    first; nothing is done for a best policy outside of it.
     """
     assert search.best is not None
     row, result = search.best
@@ -107,9 +114,12 @@ def mix_remats(search: Search, remats: Sequence[str]) -> None:
 
 
 def compose_remat(search: Search, remats: Sequence[str]) -> bool:
-    """Add the policy forecast to be best among the values that layers may save or offload; return True if it is.
+    """Plan the policy forecast to be best among the values that layers may save or offload; return True if it is the
+    new best.
 
-    The policy is forecast from the plan of the best recipe with full recomputation, and planned on that plan's mesh.
+    The policy is forecast from the plan of the best recipe with full recomputation, which is planned first if that was
+    pruned. It is planned on that plan's mesh if the forecast gains `WORTH_PLANNING`. A plan that does not fit is
+    retried for less memory, at most `RETRIES` plans in all.
     """
     assert search.best is not None
     base = search.best[0].recipe.but(remat=FULL)
@@ -137,8 +147,10 @@ def compose_remat(search: Search, remats: Sequence[str]) -> bool:
 
 
 def offload_inputs(search: Search, remats: Sequence[str]) -> bool:
-    """Add the recipe of least memory with layer inputs offloaded to the hosts, where no recipe fits; return True if it
+    """Plan the recipe of least memory with layer inputs offloaded to the hosts, where no recipe fits; return True if it
     fits.
+
+    Return False without planning if `remats` lacks `full`, if no inputs can be saved, or for devices other than TPUs.
     """
     last = search.tried[-1].recipe
     if FULL not in remats or INPUT not in search.savable or not search.topology.traits.compiles_ahead:
@@ -147,10 +159,11 @@ def offload_inputs(search: Search, remats: Sequence[str]) -> bool:
 
 
 def add_gradient_groups(search: Search) -> None:
-    """Add the best recipe with gradients summed over devices once for all microbatches, on its mesh.
+    """Plan the best recipe with gradients summed over devices once for all microbatches, on its mesh.
 
-    A gradient group is the devices of one slice, or those at one position of the axes that split the batch. A step of
-    one microbatch sums gradients once already. A plan that waits for no communication gains nothing.
+    A gradient group is the devices of one slice, or those at one position of the axes that split the batch. Nothing is
+    done for a step of one microbatch, which sums gradients once already. The same holds for a plan that waits for
+    communication less than `WORTH_PLANNING` of its step. Refused recipes leave no row.
     """
     assert search.best is not None
     row, result = search.best
@@ -165,9 +178,10 @@ def add_gradient_groups(search: Search) -> None:
 
 
 def _gradient_group_counts(plan: Plan, slices: int) -> list[int]:
-    """Return the numbers of gradient groups worth trying: by slice, and by the axes that split the batch.
+    """Return the numbers of gradient groups worth trying, rising and above 1: by slice, and by the axes that split the
+    batch.
 
-    If no axis splits the batch, the groups follow the first axes of the mesh.
+    If no axis splits the batch, the groups follow the first axes of the mesh, one more axis each time.
     """
     batches = [spec for name, spec in plan.arguments.items() if plan.roles[name] == Role.BATCH and spec.dims]
     split = {axis for spec in batches for axis in spec.dims[0]}
@@ -203,14 +217,20 @@ class MemoryPruning:
     def add(self, recipe: Recipe, task: Task, sizes: Mapping[str, int], gain_s: float) -> None:
         """Record a recipe that was planned on a mesh with these axis sizes.
 
-        `gain_s` is the most seconds that its step could save with unlimited memory.
+        - `recipe`, `task`: the recipe, recorded only if its policy is one of `REMATS`, and its planning task.
+        - `sizes`: axis sizes of the mesh by name.
+        - `gain_s`: most seconds that its step could save with unlimited memory.
         """
         if recipe.arguments.get("remat") in REMATS:
             mesh = make_mesh(self._topology, sizes)
             self._planned.append(_Planned(recipe, mesh, _compute_s(task, mesh), gain_s))
 
     def why_not(self, recipe: Recipe, task: Task) -> RecipeTried | None:
-        """Return a row if a recipe that computes less could gain less from memory, else None."""
+        """Return a row if a planned recipe that computes less could gain less from memory than this one computes more,
+        else None.
+
+        Records which remat policies compute for longer than others.
+        """
         for each in self._planned:
             if not _computes_more(recipe, each.recipe):
                 continue
@@ -225,7 +245,9 @@ class MemoryPruning:
         return None
 
     def slower(self, recipe: Recipe, tried: list[RecipeTried]) -> RecipeTried | None:
-        """Return a row if a recipe that computes less is too slow regardless of memory, else None."""
+        """Return a row if a recipe in `tried` that computes less is too slow regardless of memory, else None. The
+        policies must be known to differ in compute time (`why_not`).
+        """
         for other in tried:
             if other.outcome in _WHATEVER_FITS and _computes_more(recipe, other.recipe):
                 if (other.recipe.arguments["remat"], recipe.arguments["remat"]) in self._dearer:
@@ -234,7 +256,7 @@ class MemoryPruning:
 
 
 def _computes_more(recipe: Recipe, other: Recipe) -> bool:
-    """Return True if two recipes differ in remat only and the first one recomputes more."""
+    """Return True if two recipes differ in remat only, with policies of `REMATS`, and the first one recomputes more."""
     mine, theirs = recipe.arguments.get("remat"), other.arguments.get("remat")
     if mine not in REMATS or theirs not in REMATS or recipe != other.but(remat=mine):
         return False
@@ -242,7 +264,7 @@ def _computes_more(recipe: Recipe, other: Recipe) -> bool:
 
 
 def _compute_s(task: Task, mesh: Mesh) -> float:
-    """Return the seconds of a task's ops on a mesh without any communication."""
+    """Return the least seconds of a step's ops on a mesh without any communication, over all plans."""
     return least_seconds(
         task.program, task.reading, mesh, task.memory_limit, task.calibration, staged=bool(task.stages)
     )

@@ -19,10 +19,13 @@ class Tried(Protocol):
     """Facts about the recipes considered so far."""
 
     of_source: bool
+    """True if the choices are those of `source_choices` (remat, microbatches, batch, ...), whose values have a known
+    order.
+    """
     stacks: tuple[int, ...] | None
     """Numbers of layers in the program's stacks; None until they are known."""
     slices: int
-    """The number of slices of the topology."""
+    """Number of slices of the topology."""
 
     @property
     def best(self) -> object | None:
@@ -30,14 +33,16 @@ class Tried(Protocol):
         ...
 
     def least(self, **some: Any) -> float:
-        """Return the least seconds per element among the recipes with these choices."""
+        """Return the least seconds per element among the recipes with these choices; infinite if none was planned."""
         ...
 
 
 def in_order(choices: Choices, tried: Tried) -> Iterator[Recipe]:
-    """Yield all recipes, those with fewer microbatches first.
+    """Yield all recipes lazily, in the order of their choices; outcomes in `tried` decide which follow.
 
-    Batches grow as long as the gain reaches `LEAST_GAIN`; smaller batches follow only if no recipe fits.
+    For a source, fewer microbatches come first. A batch of a source starts at its first value and grows as long as the
+    gain per element reaches `LEAST_GAIN`. Smaller batches follow, the largest first, only until a recipe fits.
+    Pipelines are in the order of `pipeline_recipes.in_order`, and those that are not sensible are left out.
     """
     names = [name for name in choices if name != "batch" or not tried.of_source]
     others = list(itertools.product(*(choices[name] for name in names)))
@@ -53,7 +58,7 @@ def in_order(choices: Choices, tried: Tried) -> Iterator[Recipe]:
         return pipeline_recipes.in_order(others, names, tried.slices, lambda: max(tried.stacks or (), default=0))
 
     def recipes(**batch: Any) -> Iterator[Recipe]:
-        """Yield the sensible recipes of one batch size."""
+        """Yield the sensible recipes of one batch size, or of all without one."""
         for values in ordered():
             recipe = Recipe((*batch.items(), *zip(names, values, strict=True)))
             counts = choices.get("microbatches", ())

@@ -63,6 +63,7 @@ def plan_recipes(
 
     - `make`: gives the program of a recipe.
     - `choices`: values of each choice. Values that compute less should come first, since the earlier recipe wins a tie.
+    - `options`, `running`: options of each plan, and circumstances that change none.
     - `of_source`: True if the choices are those of `source_choices`, which allow more pruning (below).
 
     Every recipe is planned with its own mesh and sharding. A recipe is skipped if a lower bound on every mesh exceeds
@@ -75,16 +76,20 @@ def plan_recipes(
     - recipes that need at least the memory of one that does not fit;
     - more microbatches, or state on the hosts, if memory does not bind;
     - larger batches, once doubling the batch gains less than `LEAST_GAIN`;
-    - a ring exchange, if the plan without it splits no sequence.
+    - a ring exchange, if the plan without it splits no sequence;
+    - more recomputation, if it costs more than the memory that it frees can save (`MemoryPruning`);
+    - pipelines, and their meshes, that bounds or the limits of `PipelineMeshes` exclude.
 
     With `of_source` the search then composes a remat policy value by value: it forecasts the policy from the plan of
     `full` and plans it. If that policy is not faster, the search mixes the best policy with each one that computes less
-    and does not fit. A mixture uses the slower policy in as few layers as still pay.
+    and does not fit. A mixture uses the slower policy in as few layers as still pay. At last, gradient groups are tried
+    if they are open.
 
     The plan's words report the other recipes, and its provenance (`recipe`) lists all of them. Wall times cover all
     recipes.
 
-    Raises the last recipe's `InfeasibleError` if no recipe fits, even with layer inputs offloaded to the hosts.
+    Raises the last recipe's `InfeasibleError` if no recipe fits, even with layer inputs offloaded to the hosts. Raises
+    `UserError` as `RecipeSearch.plan` does.
     """
     search = RecipeSearch(make, options, running or Running(), of_source)
     search.counts = tuple(choices.get("microbatches", ()))
@@ -108,6 +113,7 @@ class RecipeSearch:
     """State of a search: the recipes considered so far and the best one."""
 
     def __init__(self, make: Make, options: Options, running: Running, of_source: bool) -> None:
+        """Start a search without recipes, and share its path tables with the crew."""
         self.make, self.options, self.running, self.of_source = make, options, running, of_source
         self.topology = Topology.parse(options.topology)
         self.slices = self.topology.slices
@@ -133,14 +139,18 @@ class RecipeSearch:
         self.memory_pruning = MemoryPruning(self.topology)
 
     def least(self, **some: Any) -> float:
-        """Return the least seconds per element among the recipes with these choices."""
+        """Return the least seconds per element among the recipes with these choices; infinite if none of them was
+        planned.
+        """
         return min(
             (each.per_element_s for each in self.tried if some.items() <= each.recipe.arguments.items()),
             default=math.inf,
         )
 
     def consider(self, recipe: Recipe) -> None:
-        """Plan a recipe unless it is already known not to be the best."""
+        """Plan a recipe, or record its row without planning if a search of a source already knows that it is not the
+        best.
+        """
         known = self._known(recipe) if self.of_source else None
         if known is not None:
             self.tried.append(known)
@@ -148,7 +158,11 @@ class RecipeSearch:
             self.plan(recipe)
 
     def _known(self, recipe: Recipe) -> RecipeTried | None:
-        """Return the row of a recipe that need not be planned; None if it must be."""
+        """Return the row of a recipe that need not be planned, from the rows of others; None if it must be.
+
+        The reasons, in order: another recipe that needs no more memory does not fit; a ring exchange splits no
+        sequence. A pipeline is then excluded by its bubble or by its recomputation, any other recipe by slack memory.
+        """
         for other in self.tried:
             if other.outcome is RecipeOutcome.UNFIT and needs_no_less(recipe, other.recipe):
                 reason = f"does not fit: {difference(other.recipe, recipe)} does not"
@@ -168,20 +182,20 @@ class RecipeSearch:
 
     @property
     def limit(self) -> int:
-        """The memory limit of a device in bytes."""
+        """The memory limit of a device in bytes: the option, else the chip's usable bytes."""
         return self.topology.usable_bytes if self.options.memory_limit is None else self.options.memory_limit
 
     def plan(
         self, recipe: Recipe, forecast: RematForecast | None = None, *, force: bool = False, **instead: Any
     ) -> bool:
-        """Plan a recipe and return True if it is the new best.
+        """Plan a recipe and return True if it is the new best; add a row with its outcome to `tried`.
 
         - `forecast`: forecast of the recipe, recorded in its row.
-        - `force`: if True, skip all pruning checks and plan the recipe in any case.
+        - `force`: if True, skip all pruning checks and plan the recipe in any case, without a rival.
         - `instead`: options that replace those of the search.
 
         Raises `UserError` if the recipe cannot be made or planned. For a source, only the first recipe raises it.
-        Raises `InfeasibleError` if `make` does.
+        Raises `InfeasibleError` if `make` does; a plan that does not fit gives a row and sets `refused`.
         """
         staged = self._staged(recipe, instead)
         if staged is not None and not staged.meshes and not force:
@@ -262,17 +276,17 @@ class RecipeSearch:
         return better
 
     def _rival(self, recipe: Recipe, elements: int) -> Incumbent | None:
-        """Return the incumbent that a step with this many elements must beat, with any number of axes; None without an
-        incumbent.
+        """Return the incumbent that a step with this many elements must beat, with any number of axes; None while no
+        recipe was planned.
         """
         if self.best is None:
             return None
         return Incumbent(self._beaten_by_s(recipe) * elements, sys.maxsize, self.best[1].weights)
 
     def _beaten_by_s(self, recipe: Recipe) -> float:
-        """Return the seconds per element below which a recipe becomes the best.
+        """Return the seconds per element below which a recipe becomes the best; infinite without a best one.
 
-        A batch larger than the best one's must gain at least `LEAST_GAIN`.
+        For a source, a batch larger than the best one's must gain at least `LEAST_GAIN`.
         """
         if self.best is None:
             return math.inf
@@ -287,7 +301,11 @@ class RecipeSearch:
         return Task(program, reading, self.options.asked, self.limit, self.options.seed, figures, self.tables, stages)
 
     def _staged(self, recipe: Recipe, instead: Mapping[str, Any]) -> StagedMeshes | None:
-        """Return the meshes worth planning for a recipe's pipeline; None if no search for such meshes applies."""
+        """Return the meshes worth planning for a recipe's pipeline.
+
+        None if no search for such meshes applies: no source, no pipeline, a given mesh, or one of the reasons of
+        `PipelineMeshes.of`. A dominated pipeline has no meshes. `instead` may give a mesh.
+        """
         mesh = instead.get("mesh", self.options.mesh)
         if (
             not self.of_source
@@ -303,7 +321,8 @@ class RecipeSearch:
 
     def _in_stages(self, recipe: Recipe) -> float:
         """Return a lower bound, in seconds per element, of all plans of a recipe's pipeline: arithmetic and bubble.
-        Return 0 if no bound is known.
+
+        Return 0 if no bound is known: without a pipeline, or before the same recipe without one was considered.
         """
         pipeline, arithmetic = (
             pipeline_recipes.pipeline_of(recipe),
@@ -316,9 +335,16 @@ class RecipeSearch:
     def _bound(
         self, recipe: Recipe, program: Program, options: Options, beat_s: float, staged: StagedMeshes | None
     ) -> tuple[float, int, RecipeOutcome | None]:
-        """Return lower bounds in seconds and bytes of all plans, and the outcome if they rule the recipe out.
+        """Return lower bounds of all plans, seconds of a step and bytes of the peak, and the outcome that rules the
+        recipe out.
 
-        `beat_s` is the step time in seconds that the recipe must beat.
+        The outcome is None if the recipe may win. Meshes are bounded only until one may fit and be faster. Bytes are 0
+        if no mesh was bounded.
+
+        - `recipe`, `program`: recipe and its program; the arithmetic of one without stages is stored.
+        - `options`: options with which it would be planned.
+        - `beat_s`: step time in seconds that the recipe must beat.
+        - `staged`: meshes of its pipeline; None if it has none.
         """
         reading = analyse_program(program, self.topology.backend, self.running.kept)
         figures = priced_with(options, self.topology).calibration
@@ -352,7 +378,10 @@ class RecipeSearch:
         return bound, least, RecipeOutcome.UNMOVED if bound >= beat_s else None
 
     def report(self) -> tuple[Recipe, PlanResult]:
-        """Return the best recipe and its plan, with the outcomes of all recipes in the plan's words and provenance."""
+        """Return the best recipe and its plan.
+
+        The words and the provenance of the plan, and of its candidates, report the outcomes of all recipes.
+        """
         assert self.best is not None
         row, result = self.best
         rows = sorted(self.tried, key=lambda each: (each is not row, each.per_element_s, each.bound_s or math.inf))

@@ -16,7 +16,8 @@ from autoshard.planning.record.spec import Spec
 def hlo_sharding(spec: Spec, mesh: Mapping[str, int], device_order: Sequence[int] | None = None) -> str:
     """Return a spec in XLA's notation, such as `{devices=[1,2,1,4]<=[4,2]T(1,0) last_tile_dim_replicate}`.
 
-    The numbers count positions of the mesh, row-major. With `device_order` (device of each position) they are devices.
+    A spec that splits nothing is `{replicated}`; axes of size 1 are ignored. The numbers count positions of the mesh,
+    row-major. With `device_order` (device of each position) they are devices, listed unless the order is 0, 1, ....
     Source: `HloSharding::ToString` (openxla/xla, xla/hlo/ir/hlo_sharding.cc) and its iota tile assignments.
     """
     split = [axis for axis in spec.axes if mesh[axis] > 1]
@@ -42,6 +43,7 @@ _TILED = re.compile(
     r"\{devices=\[(?P<tiles>[\d,]+)\](?:<=\[(?P<sizes>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?|(?P<listed>[\d,]+))"
     r"(?P<partial> last_tile_dim_replicate)?\}"
 )
+"""Form of a tiled sharding: tiles, devices as an iota or listed, and the mark of a last entry for copies."""
 
 
 def parse_hlo_sharding(
@@ -49,8 +51,11 @@ def parse_hlo_sharding(
 ) -> Spec:
     """Parse an HLO sharding string of a tensor with `rank` dims into a spec, the inverse of `hlo_sharding`.
 
-    Accepted are replicated, tiled and partly replicated forms, with devices listed or as an iota. `device_order` are
-    the devices of the mesh. Raises `UserError` for other forms, and for a tiling that the mesh's axes cannot express.
+    Accepted are replicated, tiled and partly replicated forms, with devices listed or as an iota. `device_order` has
+    the device of each mesh position; None stands for 0, 1, .... Axes of size 1 are not used, and the first spec in the
+    order of the mesh's axes wins.
+
+    Raises `UserError` for other forms, another rank, and a tiling that the mesh's axes cannot express.
     """
     if text.strip() in ("{replicated}", "replicated"):
         return Spec.replicated(rank)
@@ -68,7 +73,8 @@ def parse_hlo_sharding(
 def tile_devices(text: str) -> tuple[list[int], NDArray[np.int64]]:
     """Return the tiles of each dim in a tiled string, and the devices of every tile (tiles row-major, copies together).
 
-    Raises `UserError` for a string of another form, or one that does not name every device once.
+    The tiles exclude the entry of copies. Raises `UserError` for a string of another form, `{replicated}` included, or
+    one that does not name every device once.
     """
     match = _TILED.fullmatch(text.strip())
     if match is None:
@@ -84,11 +90,11 @@ def tile_devices(text: str) -> tuple[list[int], NDArray[np.int64]]:
 
 
 def mesh_split(rank: int, dims_mapping: Sequence[int], mesh: Mapping[str, int]) -> Spec:
-    """Return the spec of GSPMD's `mesh_split(tensor, mesh, dims_mapping)`: for each dim the number of its mesh axis, or
-    -1.
+    """Return the spec of GSPMD's `mesh_split(tensor, mesh, dims_mapping)`.
 
-    Source of the form: GSPMD (Xu et al. 2021, arXiv 2105.04663), section 3.2. Raises `UserError` for a mapping of
-    another length, an axis that the mesh does not have, or an axis that is used twice.
+    `dims_mapping` has for each dim the number of its mesh axis, or -1 for none. Source of the form: GSPMD (Xu et al.
+    2021, arXiv 2105.04663), section 3.2. Raises `UserError` for a mapping of another length, an axis that the mesh does
+    not have, or an axis that is used twice.
     """
     axes = list(mesh)
     if len(dims_mapping) != rank:
@@ -110,7 +116,7 @@ def _integers(text: str) -> list[int]:
 
 
 def _devices(match: re.Match[str]) -> NDArray[np.int64]:
-    """Return the devices of a matched string, listed or as an iota."""
+    """Return the devices of a matched string in its order, listed or as an iota."""
     if match["listed"]:
         return np.array(_integers(match["listed"]))
     sizes = _integers(match["sizes"])
@@ -119,7 +125,9 @@ def _devices(match: re.Match[str]) -> NDArray[np.int64]:
 
 
 def _tilings(dims: Sequence[int], mesh: Mapping[str, int]) -> Iterator[Spec]:
-    """Yield every spec with these numbers of tiles; axes of size 1 are not used."""
+    """Yield every spec with these numbers of tiles for each dim, in the order of the mesh's axes; axes of size 1 are
+    not used.
+    """
 
     def extend(done: tuple[tuple[str, ...], ...], free: tuple[str, ...]) -> Iterator[Spec]:
         """Yield the specs that begin with `done` and split further dims by the `free` axes."""
@@ -135,7 +143,10 @@ def _tilings(dims: Sequence[int], mesh: Mapping[str, int]) -> Iterator[Spec]:
 
 
 def _assignment(spec: Spec, mesh: Mapping[str, int], device_order: Sequence[int] | None) -> NDArray[np.int64]:
-    """Return the devices of every tile, tiles row-major, the copies of one tile together."""
+    """Return the devices of every tile, tiles row-major, the copies of one tile together.
+
+    `device_order` has the device of each mesh position; None stands for 0, 1, .... The spec may not use axes of size 1.
+    """
     axes = [axis for axis, size in mesh.items() if size > 1]
     order = [axes.index(axis) for axis in (*spec.axes, *(axis for axis in axes if axis not in spec.axes))]
     sizes = [mesh[axis] for axis in axes]
@@ -144,7 +155,9 @@ def _assignment(spec: Spec, mesh: Mapping[str, int], device_order: Sequence[int]
 
 
 def _same(one: NDArray[np.int64], other: NDArray[np.int64], tiles: int) -> bool:
-    """Return True if two assignments give every tile to the same devices, in any order of copies."""
+    """Return True if two assignments of equal size give each of `tiles` tiles to the same devices, in any order of
+    copies.
+    """
     return bool((np.sort(one.reshape(tiles, -1)) == np.sort(other.reshape(tiles, -1))).all())
 
 
@@ -152,8 +165,9 @@ def tiled_axes(text: str, rank: int, mesh: Mesh, where: str) -> tuple[tuple[int,
     """Return the numbers of the mesh axes that split each dim, from `{devices=[4,1,2]<=[8] last_tile_dim_replicate}` or
     similar.
 
-    The forms are those of XLA's `HloSharding::ToString` (openxla/xla, `xla/hlo/ir/hlo_sharding.cc`). Raises `UserError`
-    for a sharding to one device or in a manual region, and for a grid that no choice of mesh axes gives.
+    `where` names the place of the sharding in errors. The forms are those of XLA's `HloSharding::ToString`
+    (openxla/xla, `xla/hlo/ir/hlo_sharding.cc`). Raises `UserError` for a sharding to one device or in a manual region,
+    and for a grid that no choice of mesh axes gives.
     """
     axes = ",".join(f"{name}={size}" for name, size in mesh.axes.items())
     replicated = text.strip() in ("{replicated}", "replicated")

@@ -26,7 +26,9 @@ _DECIDES = ("topology", "mesh", "device_order", "arguments", "results", "pins", 
 
 
 def plan_digest(plan: Plan) -> str:
-    """Return twelve hex digits of the specs of arguments, results and pins, and of the devices of the mesh."""
+    """Return twelve hex digits that depend on the program's fingerprint and on the fields of `_DECIDES`: topology,
+    mesh, and all that a compiler receives.
+    """
     body = json.loads(plan_to_json(plan))
     text = json.dumps([plan.program_fingerprint, {key: body[key] for key in _DECIDES}], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -37,13 +39,15 @@ _ROUNDING_S = 1e-9
 
 
 def check_plan(plan: Plan, damaged: Callable[[str], UserError]) -> None:
-    """Check a plan; raise the error that `damaged` makes of the first problem."""
+    """Check the devices, specs, amounts and provenance of a plan, in this order; raise the error that `damaged` makes
+    of the first problem.
+    """
     for problem in (*_devices(plan), *_specs(plan), *_amounts(plan), *_origins(plan.provenance)):
         raise damaged(problem)
 
 
 def _devices(plan: Plan) -> Iterator[str]:
-    """Yield problems of the mesh, the device order and the topology."""
+    """Yield problems of the mesh, the device order and the topology, as clauses of a sentence."""
     for axis, size in plan.mesh.items():
         if size < 1:
             yield f"the mesh axis {axis!r} has size {size}"
@@ -62,7 +66,11 @@ def _devices(plan: Plan) -> Iterator[str]:
 
 
 def _specs(plan: Plan) -> Iterator[str]:
-    """Yield problems of specs and shapes."""
+    """Yield problems of specs and shapes, as clauses of a sentence.
+
+    They are unknown axes, axes that are used twice, and arguments whose spec has another rank or whose shape is
+    negative.
+    """
     named = [*plan.arguments.items(), *plan.results.items(), *((f"pin on op {pin.op}", pin.spec) for pin in plan.pins)]
     for what, rows in (("region", plan.regions), ("call", plan.calls)):
         for row in rows:
@@ -81,7 +89,9 @@ def _specs(plan: Plan) -> Iterator[str]:
 
 
 def _amounts(plan: Plan) -> Iterator[str]:
-    """Yield times and sizes that are not valid numbers. Gaps may be infinite, if no bound of such a plan is known."""
+    """Yield memory limits below 1, times and sizes that are negative or not finite, and moments that are not there.
+    Gaps may be infinite, if no bound of such a plan is known.
+    """
     if plan.memory_limit_bytes < 1:
         yield f"`memory_limit_bytes` is {plan.memory_limit_bytes}"
     for name in ("solver_gap", "plan_gap"):
@@ -101,7 +111,9 @@ def _amounts(plan: Plan) -> Iterator[str]:
 
 
 def _negative(value: Any, where: str) -> Iterator[str]:
-    """Yield every number in a record that is below zero or not finite."""
+    """Yield every number in a record, and in its parts, that is below zero (beyond rounding) or not finite, with its
+    place `where`.
+    """
     if isinstance(value, (int, float)) and not (-_ROUNDING_S <= value < math.inf):
         yield f"`{where}` is {value}"
     elif dataclasses.is_dataclass(value):
@@ -132,7 +144,9 @@ _ORIGINS: dict[str, type | tuple[type, ...]] = {
 
 
 def _origins(provenance: dict[str, Any]) -> Iterator[str]:
-    """Yield problems of the provenance."""
+    """Yield problems of the types in the provenance; a wrong type in `_ORIGINS` ends the check. Absent entries are
+    allowed.
+    """
     for key, kind in _ORIGINS.items():
         if key in provenance and not isinstance(provenance[key], kind):
             yield f"`provenance.{key}` is not of the right type"
@@ -155,10 +169,13 @@ def _origins(provenance: dict[str, Any]) -> Iterator[str]:
 
 
 FORMAT = "autoshard-plan"
+"""Value of `format` in every plan file."""
 MOST_DEPTH = 64
 """Deepest nesting of objects and lists in a plan."""
 _MOST_NUMBER = 1e300
+"""Absolute value from which on a number in a file counts as damaged."""
 _AGAIN = "make it again with `autoshard plan ... --out`"
+"""Remedy that errors name."""
 
 
 @provides("save")
@@ -179,7 +196,7 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
-    """Read a plan that `save_plan` wrote.
+    """Read a plan that `save_plan` wrote, with the path of its program's file relative to the current directory again.
 
     Raises `UserError` in one sentence if the file is missing, cut short, of another kind, damaged, or written by a
     newer version.
@@ -195,13 +212,18 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def parameter_specs(plan: Plan | str | os.PathLike[str]) -> dict[str, Spec]:
-    """Return the specs of a plan's parameters by name, as `pin_from` pins them; `plan` may be a file."""
+    """Return the specs of a plan's parameters, frozen ones included, by name, as `pin_from` pins them. `plan` may be a
+    file, which raises `UserError` as `load_plan` does.
+    """
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
     return {name: spec for name, spec in plan.arguments.items() if plan.is_weight(name)}
 
 
 def plan_to_json(plan: Plan) -> str:
-    """Return the plan as JSON text: the schema number first, all other keys sorted, arguments and results in order."""
+    """Return the plan as JSON text: schema and format first, all other keys sorted, arguments and results in order.
+
+    Fields with their `absent` value are left out. Infinite numbers become text.
+    """
     fields = [(field, getattr(plan, field.name)) for field in dataclasses.fields(Plan)]
     body = {field.name: value for field, value in fields if field.metadata.get("absent") != value}
     body["arguments"] = [
@@ -223,14 +245,16 @@ def plan_to_json(plan: Plan) -> str:
 
 
 def _sorted(value: Any) -> Any:
-    """Return a JSON value with the keys of all objects sorted."""
+    """Return a JSON value with the keys of all objects sorted, nested ones included; lists keep their order."""
     if isinstance(value, dict):
         return {key: _sorted(value[key]) for key in sorted(value)}
     return [_sorted(item) for item in value] if isinstance(value, list) else value
 
 
 def _encode(value: Any) -> Any:
-    """Return a value of a plan as JSON; infinite numbers become text."""
+    """Return a value of a plan as JSON: records as objects without fields of their `absent` value, tuples as lists,
+    numpy scalars as numbers. Floats that are not finite become text.
+    """
     if value is None or type(value) in (str, int, bool):
         return value
     if isinstance(value, Spec):
@@ -251,7 +275,8 @@ def _encode(value: Any) -> Any:
 def plan_from_json(text: str, path: str = "the plan") -> Plan:
     """Parse and check the text of `plan_to_json`; `path` is named in messages.
 
-    Raises `UserError` in one sentence if the text is cut short, of another kind, damaged, or of a newer version.
+    Unknown keys are ignored, and absent fields have their defaults. Raises `UserError` in one sentence if the text is
+    cut short, of another kind, damaged, or of a newer version.
     """
     try:
         data = parse_json(text)
@@ -304,13 +329,13 @@ class _PlanReader:
         self.path = path
 
     def damaged(self, what: str) -> UserError:
-        """Return the error that a part of the file is damaged."""
+        """Return the error that a part of the file is damaged; `what` is a clause on the part."""
         return UserError(f"{self.path} is damaged: {what}; {_AGAIN}.")
 
     def records(self, data: dict[str, Any], key: str, fields: tuple[str, ...]) -> list[dict[str, Any]]:
-        """Return a list of objects with exactly these fields, of which the first is a unique name.
+        """Return the list of objects at `key`, each with exactly these fields, of which the first is a unique name.
 
-        Raises `UserError` for a value of another form.
+        Raises `UserError` for a missing list and for a value of another form.
         """
         rows = data.get(key)
         if not isinstance(rows, list):
@@ -326,7 +351,8 @@ class _PlanReader:
     def read(self, kind: Any, value: Any, where: str) -> Any:
         """Convert a JSON value to the type `kind`; `where` names the value in the error.
 
-        Raises `UserError` for a value of another type.
+        Floats may be text for infinity and nan; integers count as floats, and booleans never as numbers. Raises
+        `UserError` for a value of another type, and for integers beyond 64 bits.
         """
         origin = typing.get_origin(kind)
         if kind is Any:
@@ -359,7 +385,9 @@ class _PlanReader:
         raise self.damaged(f"`{where}` is {json.dumps(value)[:60]}, which is not of the right type")
 
     def _record(self, kind: Any, value: Any, where: str) -> Any:
-        """Convert a JSON object to the dataclass `kind`."""
+        """Convert a JSON object to the dataclass `kind`; unknown keys are ignored. Raises `UserError` for another value
+        and for an absent field without a default value.
+        """
         if not isinstance(value, dict):
             raise self.damaged(f"`{where}` is not a record")
         read = {}
@@ -373,8 +401,8 @@ class _PlanReader:
 
 @functools.cache
 def _fields_of(kind: Any) -> list[tuple[str, Any, Any]]:
-    """Return the name, declared type and default of a record's fields. The result is cached, since Python resolves
-    types slowly.
+    """Return the name, declared type and default (`MISSING` for none, or for a factory) of a record's fields. The
+    result is cached, since Python resolves types slowly.
     """
     hints = typing.get_type_hints(kind)
     return [(field.name, hints[field.name], field.default) for field in dataclasses.fields(kind)]

@@ -12,14 +12,17 @@ class Source:
     program: str = ""
     """A file, or `hf:` and a configuration; empty if the plan does not name one."""
     entry: str = "program"
+    """Name that a Python file gives the program."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Options of the source by name, such as `train` and `batch`."""
     preferred: dict[str, Any] | None = None
+    """Values that `open_source` prefers where the program leaves a choice; None for none."""
     recipe: dict[str, Any] | None = None
     """Values of the program's own choices, by name."""
 
     @property
     def is_configuration(self) -> bool:
-        """True for a Hugging Face configuration."""
+        """True for a Hugging Face configuration (`hf:`)."""
         return self.program.startswith("hf:")
 
 
@@ -34,7 +37,7 @@ class RecipeChoice:
 
     @property
     def rejected(self) -> tuple[dict[str, Any], ...]:
-        """Rows of the recipes that were not chosen."""
+        """Rows of the recipes that were not chosen, those with a verdict."""
         return tuple(row for row in self.tried if row.get("verdict"))
 
 
@@ -43,13 +46,15 @@ class Origin:
     """Facts about how a plan was made that later steps depend on."""
 
     source: Source | None
+    """Place of the program; None if unknown, as for programs made in Python."""
     recipe: RecipeChoice | None
+    """Recipe of the plan; None if none was chosen."""
     flags: tuple[str, ...]
     """Compiler flags that the step is to run with."""
     flag_prices: tuple[str, ...]
     """Sentences on the prices that the flags change."""
     flag_sets: dict[str, float]
-    """Seconds that a step of this plan takes with each named set of flags."""
+    """Seconds that a step of this plan takes with each named set of compiler flags that gains enough to be proposed."""
     form: str
     """Export form that the plan was restricted to; empty for none."""
     form_axes: dict[str, str]
@@ -63,12 +68,13 @@ class Origin:
     program_constraints: tuple[str, ...]
     """Sharding constraints that the program states, one sentence each."""
     lifted: str
-    """Constraints that were removed from the program: a value of `Lifted`."""
+    """Constraints that were removed from the program: a value of `Lifted`, empty for none."""
     on_host: str
     """Arguments that the host stores: a value of `HOSTS`."""
     tokens: int | None
     """Tokens of one step; None for a program that does not count tokens."""
     jax_version: str | None
+    """Version of JAX that made the plan; None if unknown."""
 
     @property
     def names_devices(self) -> bool:
@@ -77,7 +83,11 @@ class Origin:
 
 
 def read_origin(provenance: Mapping[str, Any]) -> Origin:
-    """Return the facts that a plan's `provenance` holds; absent ones are empty. `check_plan` has checked the types."""
+    """Return the facts that a plan's `provenance` states; `check_plan` has checked the types.
+
+    Absent ones are empty, or None where the field allows it; `on_host` is then `none`. Unknown keys of the source are
+    ignored.
+    """
     source, recipe = provenance.get("source"), provenance.get("recipe")
     flags = provenance.get("xla_flags") or {}
     fields = {field.name for field in dataclasses.fields(Source)}

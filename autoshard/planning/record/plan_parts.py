@@ -12,6 +12,7 @@ class Collective:
     kind: str
     """Kind of the collective: `all-gather`, `all-reduce`, `reduce-scatter`, `all-to-all` or `collective-permute`."""
     axes: tuple[str, ...]
+    """Mesh axes along which the devices communicate."""
     count: int
     """Executions in one step: every trip of a loop counts, and branches of a conditional count by their share, rounded
     up.
@@ -19,7 +20,9 @@ class Collective:
     wire_bytes: int
     """Bytes that one device sends in one step."""
     seconds: float
+    """Seconds of all executions in one step, hidden or not."""
     hidden: bool
+    """True if less than half of `seconds` is exposed."""
     cause: str = ""
     """Name of the tensor or op that causes most of the communication."""
     line: str = ""
@@ -29,7 +32,7 @@ class Collective:
 
     @property
     def waited_s(self) -> float:
-        """The seconds that compute waits for; in older plans all of `seconds` or none."""
+        """The seconds that compute waits for: `exposed_s`, or in older plans 0 if `hidden`, else all of `seconds`."""
         return self.exposed_s if self.exposed_s is not None else 0.0 if self.hidden else self.seconds
 
 
@@ -38,17 +41,25 @@ class Prediction:
     """Prediction of the cost model for one set of specs. Times are seconds, sizes are bytes of one device."""
 
     step_time_s: float
+    """Seconds of one step: the sum of `compute_s` and `exposed_comm_s`."""
     compute_s: float
+    """Seconds in which the device computes or moves its own memory; in pipelines with the bubbles."""
     hidden_comm_s: float
+    """Seconds of communication that overlaps with compute, so is not part of `step_time_s`."""
     exposed_comm_s: float
+    """Seconds in which compute waits for communication."""
     mfu: float | None
+    """Model FLOPs utilisation between 0 and 1; None for a program without FLOPs."""
     peak_bytes: int
+    """Largest live bytes at any moment of the step."""
     memory: dict[str, int]
     """Bytes by kind at the peak: parameters, optimizer_state, batch, gradients, activations, temporaries, gathered."""
     fits: bool
+    """True if `peak_bytes` is at most the memory limit."""
     wire_bytes: dict[str, int]
     """Bytes that one device sends in one step, by mesh axis."""
     collectives: tuple[Collective, ...] = ()
+    """Collectives of one step, the longest first."""
     peak_at: str = ""
     """Name of the op at which memory peaks."""
     tight_s: float = 0.0
@@ -58,7 +69,7 @@ class Prediction:
 
     @property
     def expected_s(self) -> float:
-        """The seconds of a step, with the expected cost of nearly full memory."""
+        """The seconds by which plans are ranked: `step_time_s` plus `tight_s`."""
         return self.step_time_s + self.tight_s
 
 
@@ -74,8 +85,10 @@ class Pin:
     op: int
     index: int
     spec: Spec
+    """Spec to which the value is constrained."""
     operand: tuple[int, int] | None = None
     name: str = ""
+    """Source name of the op, for readers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,8 +98,11 @@ class Call:
     op: int
     """Number of the op, as in `Pin`."""
     name: str
+    """Name of the call, for readers."""
     operands: tuple[Spec, ...]
+    """Spec of each operand, of which every device passes its shard to the call."""
     results: tuple[Spec, ...]
+    """Spec of each result, of which every device's call returns its shard."""
     summed: tuple[str, ...] = ()
     """Mesh axes over which results are summed."""
 
@@ -98,6 +114,7 @@ class Unruled:
     kind: str
     """Kind of op, or target of a custom call."""
     custom_call: bool
+    """True if `kind` is the target of a custom call."""
     count: int
     """Number of ops in the program; an op in a loop counts once."""
     seconds: float
@@ -135,11 +152,13 @@ class Span:
     """One piece of work in the predicted step; in a loop, that of all trips together."""
 
     name: str
+    """Name of the work, for readers."""
     lane: str
     """Lane of the work: `compute`, `exposed` (communication that compute waits for), or the link of hidden
     communication.
     """
     start_s: float
+    """Seconds from the start of the step to the beginning of the work."""
     seconds: float
     block: int
     """Loop that contains the work, -1 for none. Spans on a link may overlap if they belong to several blocks."""
@@ -168,11 +187,13 @@ class Timeline:
     """One way to run the step in its predicted time, with the memory of one device over that time."""
 
     end_s: float
+    """Seconds from the start of the step to its end."""
     spans: tuple[Span, ...]
+    """Pieces of work on all lanes."""
     moments_s: tuple[float, ...]
     """Seconds from the start of the step to each moment, in program order; several moments may have one time."""
     memory: dict[str, tuple[int, ...]]
-    """Bytes by kind at every moment."""
+    """Bytes by kind, as in `Prediction.memory`, at each of `moments_s`."""
     held: tuple[HeldTensors, ...] = dataclasses.field(default=(), metadata={"absent": ()})
     """Buffers in this memory, the largest first; small tensors are left out. The field is absent from a plan's file if
     unknown.

@@ -29,38 +29,57 @@ if TYPE_CHECKING:
     from autoshard.program import Program
 
 SCHEMA = 1
+"""Version of the format of plans' files."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """A sharding for every argument, result and chosen intermediate of one program on one mesh."""
+    """A sharding for every argument, result and chosen intermediate of one program on one mesh.
+
+    Methods that run, lower or load need a plan of one step; they raise `UserError` if `by_stage` is True.
+    """
 
     program_name: str
     program_fingerprint: str
+    """Hash of the planned program, with which a program is recognised as the planned one."""
     topology: str
+    """Topology as `--topology` accepts it, such as `v5p:4x8x8`."""
     mesh: dict[str, int]
     """Axis names and sizes, major first; `model(8 of 16)` is a part of a refined axis."""
     device_order: tuple[int, ...]
     """Device ids (positions in the topology's own order) laid out row-major over the mesh."""
     memory_limit_bytes: int
+    """Bytes of one device that the plan may use."""
     arguments: dict[str, Spec]
+    """Spec of every flat argument by name, in order."""
     results: dict[str, Spec]
+    """Spec of every flat result by name, in order."""
     pins: tuple[Pin, ...]
+    """Intermediate values to constrain, as propagation from arguments and results would not find their specs."""
     prediction: Prediction
+    """Prediction of the plan itself."""
     baselines: dict[str, Prediction]
+    """Prediction of every baseline by name."""
     objective: int
     """Cost of the solved Problem in picoseconds."""
     lower_bound: int
+    """Bound in picoseconds below which no solution of that Problem costs."""
     solver_gap: float
+    """Distance of `objective` from the Problem's bound, as a fraction of `objective`; 0 if the solution is optimal."""
     plan_gap: float
+    """Distance of the plan's predicted time from the certified bound for the mesh, as a fraction of that time."""
     words: tuple[str, ...]
     """Description of the plan in words, by dim group."""
     warnings: tuple[str, ...]
+    """Sentences for the user on limits of the plan or of its prediction."""
     provenance: dict[str, Any]
+    """Facts about how the plan was made, as JSON values; `origin` reads them."""
     shapes: dict[str, tuple[int, ...]]
     """Shape of every argument by name."""
     dtypes: dict[str, str]
+    """Dtype of every argument by name."""
     roles: dict[str, str]
+    """Role of every argument by name: `parameter`, `frozen`, `optimizer_state`, `batch` or `other`."""
     module_hash: str = ""
     """`graph.structure_hash` of the program's inlined module, in which pins are positions. Empty if there are no
     pins.
@@ -94,7 +113,7 @@ class Plan:
     """
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON; see `save_plan`."""
+        """Write the plan as JSON to a file, which is replaced if it exists; raise `UserError` if that is impossible."""
         provider("save")(self, path)
 
     def jit(
@@ -115,7 +134,11 @@ class Plan:
     def lower(
         self, fn: "Callable[..., Any] | Program", *args: Any, donate_argnums: int | Sequence[int] | None = None
     ) -> Any:
-        """Return `jax.stages.Lowered` of `fn` under this plan, with its pins inserted; `args` are arrays or shapes."""
+        """Return `jax.stages.Lowered` of `fn` under this plan, with its pins inserted.
+
+        - `fn`, `donate_argnums`: as for `jit`.
+        - `args`: positional arguments of `fn`, as arrays or shapes.
+        """
         return self._runner().lower(fn, args, donate_argnums)
 
     def __repr__(self) -> str:
@@ -136,7 +159,7 @@ class Plan:
 
     @property
     def recipe(self) -> RecipeChoice | None:
-        """Recipe that the planner chose, with those that it considered; None where none was left to it."""
+        """Recipe that the planner chose, with those that it considered; None if all was given."""
         return self.origin.recipe
 
     @property
@@ -146,12 +169,12 @@ class Plan:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens a second of all devices together; None for a program that does not count tokens."""
+        """Tokens a second of all devices together; None for a program that does not count tokens, or takes no time."""
         tokens, step = self.origin.tokens, self.prediction.step_time_s
         return tokens / step if tokens and step > 0 else None
 
     def is_weight(self, name: str) -> bool:
-        """Return True if the argument `name` is a weight of the model, trained or frozen."""
+        """Return True if argument `name` is a weight of the model, trained or frozen; raise `KeyError` if unknown."""
         return self.roles[name] in ("parameter", "frozen")
 
     @property
@@ -245,8 +268,13 @@ class Plan:
         return self._runner().torch().input_sharding()
 
     def placements(self, model: Any, mesh: Any) -> dict[str, Any]:
-        """Return the DTensor placements (`Shard`, `Replicate`) of every parameter of a torch module on a
-        `DeviceMesh`.
+        """Return the DTensor placements of every parameter of a torch module, by name.
+
+        They are a tuple with `Shard` or `Replicate` for each mesh axis, in the mesh's order. Raises `UserError` for a
+        mesh of other axes than the plan's, for another module's parameters, and for specs that DTensor lacks.
+
+        - `model`: the planned torch module.
+        - `mesh`: a `DeviceMesh`.
         """
         return self._runner().torch().placements(model, mesh)
 
@@ -267,7 +295,7 @@ class Plan:
 
     def to_frame(self) -> Any:
         """Return a `pandas.DataFrame` with a row for each argument: role, shape, spec, bytes of the whole and of one
-        device.
+        device, seconds of its collectives. Raises `UserError` without pandas.
         """
         return self._viewer().to_frame()
 
@@ -280,10 +308,14 @@ class Plan:
         return self._viewer().plot_memory()
 
     def plot_sharding(self, name: str) -> Any:
-        """Plot the devices as a `matplotlib` figure, coloured by the part of argument `name` that they store."""
+        """Plot the devices as a `matplotlib` figure, coloured by the part of argument `name` that they store.
+
+        Raises `UserError` for a name that is no argument.
+        """
         return self._viewer().plot_sharding(name)
 
     def _repr_html_(self) -> str:
+        """Return the plan as HTML, for notebooks."""
         return self._viewer().html()
 
     @property
@@ -300,8 +332,10 @@ class Plan:
             )
 
     def _runner(self) -> Runner:
+        """Return the provider `run` for this plan; raise `UserError` for a plan that is no single step."""
         self.check_one_step()
         return provider("run")(self)
 
     def _viewer(self) -> Viewer:
+        """Return the provider `view` for this plan."""
         return provider("view")(self)

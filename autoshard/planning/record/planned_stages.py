@@ -19,7 +19,7 @@ class PlannedChunk:
     backward_s: float | None
     """Seconds of one microbatch's backward pass, with recomputation; None if there is none."""
     modules: tuple[str, ...] = dataclasses.field(default=(), metadata={"absent": ()})
-    """Names of the first and last module of the chunk, for a cut between modules."""
+    """Names of the first and last module of the chunk, for a cut between modules; empty for equal layers."""
     kept_bytes: int = dataclasses.field(default=0, metadata={"absent": 0})
     """Bytes that one microbatch saves for the backward pass."""
     fixed_bytes: int = dataclasses.field(default=0, metadata={"absent": 0})
@@ -39,7 +39,9 @@ class PlannedPipeline:
     schedule: str
     """Name of the schedule as in the options: `gpipe`, `1f1b`, `interleaved:2` or `circular:2`."""
     stages: int
+    """Number of stages: parts of the devices, each with its own layers."""
     microbatches: int
+    """Number of microbatches in one step."""
     rounds: int
     """Number of chunks in each stage."""
     together: bool
@@ -55,20 +57,24 @@ class PlannedPipeline:
     after_s: float = 0.0
     """Seconds of the step after the last backward work."""
     memory_bytes: tuple[int, ...] = dataclasses.field(default=(), metadata={"absent": ()})
-    """Bytes of one device for each stage, for a cut between modules."""
+    """Peak bytes of one device for each stage of a cut between modules; empty for equal layers."""
     bound_s: float = dataclasses.field(default=0.0, metadata={"absent": 0.0})
     """Lower bound in seconds of every cut between these modules, with this schedule, these microbatches and prices; 0
     if unknown.
     """
 
     def order(self) -> Schedule:
-        """Return the schedule with its numbers of stages, microbatches and rounds."""
+        """Return the `Schedule`: the name before the colon, stages, microbatches and rounds; in ticks if `together`."""
         return Schedule(
             self.schedule.partition(":")[0], self.stages, self.microbatches, self.rounds, in_ticks=self.together
         )
 
     def timetable(self) -> Timetable:
-        """Return the timetable of the stages, in seconds from the first forward work."""
+        """Return the timetable of the stages, in seconds from the first forward work.
+
+        It includes `between_s` and the chunks' `hand_over_s`. It excludes `before_s`, `after_s` and the chunks'
+        `update_s`. Without a backward pass it ends after the forward work.
+        """
         backward = [0.0 if chunk.backward_s is None else chunk.backward_s for chunk in self.chunks]
         between = [chunk.hand_over_s for chunk in self.chunks[:-1]]
         forward = [chunk.forward_s for chunk in self.chunks]
@@ -80,7 +86,12 @@ class PlannedPipeline:
         return any(chunk.backward_s is not None for chunk in self.chunks)
 
     def words(self) -> tuple[str, ...]:
-        """Return the lines that a report prints above the picture of the stages."""
+        """Return the lines that a report prints above the picture of the stages.
+
+        The first three lines name the schedule, the seconds with their bubble, and the seconds of a microbatch. A plan
+        that trains adds a line on stored microbatches. A cut between modules adds a line for each stage, and one on
+        the bound if it is known.
+        """
         table = self.timetable()
         kind = "one SPMD program: all stages begin a tick together" if self.together else "a program for each stage"
         outside = self.before_s + self.between_s + self.after_s
@@ -107,13 +118,17 @@ class PlannedPipeline:
         return tuple(lines)
 
     def bubble(self, drawn: Timetable | None = None) -> float:
-        """Return the share of the stages' time in which they compute nothing that is used."""
+        """Return the share (0 to 1) of the stages' time in which they compute nothing that is used.
+
+        The stages' time excludes `between_s`; 0 is returned if it is empty. `drawn` is the pipeline's timetable, built
+        if None.
+        """
         drawn = drawn or self.timetable()
         inside = drawn.step_time_s - self.between_s
         return 1 - sum(drawn.busy_s) / (self.stages * inside) if inside > 0 else 0.0
 
     def _stage_lines(self, drawn: Timetable) -> list[str]:
-        """Return a line for each stage of a cut between modules, and a line on the quality of the cut."""
+        """Return a line for each stage of a cut between modules, and one on the cut's bound if `bound_s` is known."""
         lines = []
         for stage, memory in enumerate(self.memory_bytes):
             own = self.chunks[stage :: self.stages]

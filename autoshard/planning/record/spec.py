@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
+# The name of a part from `part_names`: the axis, the size of the part, the size of the axis.
 _PART = re.compile(r"(.+)\((\d+) of (\d+)(?:, (?:outer|inner))?\)")
 
 
@@ -21,7 +22,7 @@ def part_names(axis: str, sizes: Sequence[int]) -> tuple[str, ...]:
 
 
 def axis_words(axes: Sequence[str]) -> tuple[str, ...]:
-    """Return axes for readers: all parts of a refined axis in sequence become the axis itself."""
+    """Return axes for readers: two neighbouring parts that make a whole axis become that axis; others stay."""
     words: list[str] = []
     for axis in axes:
         match, before = _PART.fullmatch(axis), _PART.fullmatch(words[-1]) if words else None
@@ -53,6 +54,7 @@ def mesh_words(mesh: Mapping[str, int]) -> str:
     return ", ".join(words)
 
 
+# One dim in `spec_text`: a size or `*`, then the axes after slashes.
 _SIZED = re.compile(r"(\d+|\*)(?:/(.+))?")
 
 
@@ -60,7 +62,8 @@ def spec_text(spec: "Spec", shape: Sequence[int] | None = None) -> str:
     """Return a spec as reports print it and pins accept it: `4096/data x 14336`, or `4096/data/model` for two axes on
     one dim.
 
-    Unknown sizes are printed as `*/data x *`, and a tensor without dims as `scalar`.
+    Parts of an axis are joined as in `axis_words`. Without `shape`, unknown sizes are printed as `*/data x *`. A tensor
+    without dims is `scalar`.
     """
     sizes = ["*"] * len(spec.dims) if shape is None else [str(size) for size in shape]
     dims = zip(sizes, spec.dims, strict=True)
@@ -122,7 +125,11 @@ class Spec:
         return math.prod(sizes[axis] for axis in self.axes)
 
     def local_shape(self, shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape of one device's shard, padded up if a dim does not divide."""
+        """Return the shape of one device's shard; a dim that its axes do not divide is rounded up.
+
+        - `shape`: shape of the whole tensor, as many dims as the spec.
+        - `sizes`: size of each mesh axis.
+        """
         return tuple(-(-dim // math.prod(sizes[a] for a in axes)) for dim, axes in zip(shape, self.dims, strict=True))
 
     def partition_spec(self) -> Any:
@@ -139,19 +146,24 @@ class Spec:
         return "[" + ", ".join("x".join(axis_words(axes)) if axes else "-" for axes in self.dims) + "]"
 
 
+# A number that is a whole part of a name between `.`, `[`, `]`, `/` and `_`, and a slice such as `[3:61]`.
 _NUMBER = re.compile(r"(?<![^.\[\]/_])\d+(?![^.\[\]/_])")
 _SLICE = re.compile(r"\[(\d*):(\d*)(?::(\d*))?\]")
 
 
 def is_stacked(name: str) -> bool:
-    """Return True if a name is that of a stack of layers, whose first dim counts the layers."""
+    """Return True if a part of the dotted name is `*` or a slice such as `[3:61]`.
+
+    Such a name is that of a stack of layers, whose first dim counts the layers.
+    """
     return any(part == "*" or _SLICE.fullmatch(part) for part in name.split("."))
 
 
 def layer_pattern(name: str, layers: int) -> str:
     """Return a regular expression for the parameter names of the single layers, anchored only at its end.
 
-    A `*` matches any number. A slice such as `[3:61]` matches the numbers of its `layers` layers only.
+    `name` is the dotted name of a stack. A `*` matches any number. A slice such as `[3:61]` matches the numbers of its
+    `layers` layers only.
     """
     parts = []
     for part in name.split("."):
@@ -165,13 +177,17 @@ def layer_pattern(name: str, layers: int) -> str:
 
 
 def pattern(name: str) -> str:
-    """Return the common pattern of repeated layers' names: `layers.*.mlp.weight` for `layers.3.mlp.weight`."""
+    """Return a name with `*` for every number between separators (`.`, `[`, `]`, `/`, `_`), as layers share it.
+
+    `layers.3.mlp.weight` becomes `layers.*.mlp.weight`; the number in `fc1` stays.
+    """
     return _NUMBER.sub("*", name)
 
 
 def stack_names(name: str, layers: int) -> list[str]:
-    """Return names with `*` as the only wildcard: the name of a stack of some layers becomes one name for each
-    layer.
+    """Return names with `*` as the only wildcard: a name with a slice becomes one name for each of its `layers`.
+
+    A name without a slice is returned alone, unchanged.
     """
     names = [""]
     for part in name.split("."):

@@ -25,13 +25,15 @@ class StateReshard:
     names: tuple[str, ...]
     """State that both plans have, in one shape and dtype."""
     left_out: tuple[str, ...]
-    """State that only one plan has, or that differs in shape or dtype."""
+    """State that only one plan has, or that differs in shape or dtype, sorted."""
     whole_bytes: int
     """Bytes of the state once: the size of a checkpoint in which one device writes each shard."""
     largest_bytes: int
     """Bytes of the largest tensor, unsplit."""
     before_bytes: tuple[int, ...]
+    """Bytes of the state by device under the first plan; 0 for a device outside of the plan."""
     after_bytes: tuple[int, ...]
+    """Bytes of the state by device under the second plan."""
     received_bytes: tuple[int, ...]
     """Bytes by device that the second plan stores there and the first does not: the traffic if devices send to each
     other.
@@ -43,7 +45,7 @@ class StateReshard:
     largest_read_bytes: int
     """Most bytes of one tensor that a host reads."""
     link_s: float
-    """Least seconds for the device that receives most."""
+    """Least seconds for the device that receives most, over all of its links in the second plan's topology."""
     disk_s: float | None
     """Least seconds for the host that reads most; None without a disk rate."""
 
@@ -56,7 +58,7 @@ def predict_reshard(
 
     - `hosts`: processes of the second plan, each with equally many devices in a row. Default: the hosts of its
       topology.
-    - `disk_bytes_per_s`: read rate of one host.
+    - `disk_bytes_per_s`: read rate of one host; None leaves `disk_s` None.
 
     Batches are not moved. Raises `UserError` for plans without common state, and for a number of hosts that does not
     divide the devices.
@@ -107,7 +109,7 @@ def predict_reshard(
 
 
 def _present(plan: Plan, count: int) -> np.ndarray:
-    """Return 1 for every device of the plan, else 0."""
+    """Return 1 for every device of the plan, else 0, for `count` devices."""
     present = np.zeros(count, np.int64)
     present[list(plan.device_order)] = 1
     return present
@@ -116,7 +118,7 @@ def _present(plan: Plan, count: int) -> np.ndarray:
 def _bounds(plan: Plan, spec: Spec, shape: tuple[int, ...], count: int) -> np.ndarray:
     """Return the first element and the one after the last, by dim and device [2, dims, devices].
 
-    Both are 0 for devices that are not in the plan.
+    Both are 0 for devices that are not in the plan. A shard beyond the end of an uneven dim is empty.
     """
     bounds = np.zeros((2, len(shape), count), np.int64)
     places = np.unravel_index(np.arange(len(plan.device_order)), tuple(plan.mesh.values()))
@@ -133,20 +135,29 @@ def _bounds(plan: Plan, spec: Spec, shape: tuple[int, ...], count: int) -> np.nd
 
 
 def _bytes(bounds: np.ndarray, bits: int) -> np.ndarray:
-    """Return the bytes between the bounds, by device."""
+    """Return the bytes of the elements between the bounds of `_bounds`, by device, each rounded up to whole bytes."""
     elements = np.maximum(bounds[1] - bounds[0], 0).prod(axis=0)
     return -(-elements * bits // 8)
 
 
 def _read_by_host(bounds: np.ndarray, sizes: np.ndarray, host_of: np.ndarray) -> np.ndarray:
-    """Return the bytes of the different shards of each host's devices."""
+    """Return for each host the bytes of the shards that its devices store; equal shards count once.
+
+    - `bounds`: shards, as in `_bounds`.
+    - `sizes`: bytes of each device's shard.
+    - `host_of`: host of each device.
+    """
     shards = np.concatenate([host_of[None, :], bounds.reshape(-1, bounds.shape[-1])[:, : len(host_of)]])
     _, once = np.unique(shards, axis=1, return_index=True)
     return np.bincount(host_of[once], weights=sizes[once], minlength=int(host_of.max()) + 1).astype(np.int64)
 
 
 def _hosts(topology: Topology, count: int | None) -> np.ndarray:
-    """Return the host of every device; raise `UserError` if `count` does not divide the devices."""
+    """Return the number of the host of every device, in order of their first device.
+
+    With `count`, hosts have equally many devices in a row; raises `UserError` if `count` does not divide them. Without,
+    hosts are the topology's; a chip without a known host shape has one.
+    """
     devices = topology.num_devices
     if count is not None:
         if count < 1 or devices % count:
@@ -165,7 +176,10 @@ def _hosts(topology: Topology, count: int | None) -> np.ndarray:
 
 
 def _device_rate(topology: Topology) -> float:
-    """Return the bytes per second that can reach one device over all of its links at once."""
+    """Return the bytes per second that can reach one device over all of its links at once.
+
+    Devices of one machine without links (CPUs) receive at the rate of its memory.
+    """
     chip = topology.chip
     if topology.traits.shares_machine:
         return topology.memory_bytes_per_s

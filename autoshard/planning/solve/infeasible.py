@@ -25,6 +25,9 @@ RECOMPUTES = b"rematted_computation"
 def explain_infeasible(model: Model, found: Infeasible, limits: Limits, required: Required) -> str:
     """Return a sentence with the least memory that a plan was found to need, the op at its peak, and possible remedies.
 
+    If no choices satisfy the user's pins, the sentence asks to leave one out. If no choices were found, it has remedies
+    only.
+
     - `found`: the failed search.
     - `limits`: memory limit and time of the search.
     - `required`: the user's demands on the model.
@@ -50,14 +53,18 @@ def explain_infeasible(model: Model, found: Infeasible, limits: Limits, required
     )
 
 
+# Dtypes of two bytes, as options and programs write them.
 _NARROW = ("bfloat16", "bf16", "float16", "f16")
 
 
 def _advice(model: Model, kind: str, memory_limit: int, pinned: bool) -> str:
-    """Return remedies for the kind of memory that is largest at the peak, without those that the program already uses.
+    """Return remedies as one clause, `a smaller batch or more devices would help`, for the largest kind of memory.
+
+    Remedies that the program already uses are left out; `more devices` always ends the list. Options of the command
+    line are named if the program was made by it.
 
     - `kind`: kind of memory, as in `Prediction.memory`.
-    - `memory_limit`: bytes of one device.
+    - `memory_limit`: bytes of one device; a limit below the usable memory adds a remedy.
     - `pinned`: True if the user pinned specs.
     """
     program = model.program
@@ -98,16 +105,18 @@ def _least_memory(model: Model, found: Infeasible, limits: Limits, required: Req
 
     The upper end is the smallest peak among completed baselines and choices that are optimal without a limit. Baselines
     split the parameters, and fast choices split nearly everything. Repeated layers first share their decisions, as in
-    baselines. None if no choices were found.
+    baselines. None if no choices were found. The result is within 1 % of the least limit, unless time runs out.
     """
     repeats, allowed = find_repeats(model), required.allowed
 
     def solved(weights: Weights, terms: Terms) -> Solved:
+        """Solve with shared decisions of repeated layers; without a solution, solve the whole model."""
         tied = None if repeats is None else solve_tied(repeats, weights, terms)
         return solve_within(model, weights, terms) if tied is None or tied.solution.gap == math.inf else tied
 
     best, high = None, 0
     named = [each.choices for each in found.baselines.values() if required.holds(each.choices)]
+    # These two solves and the twelve below together have the time of the failed search.
     free = (
         solved(weights, Terms(None, limits.seconds / 8, limits.seed, allowed=allowed)).choices
         for weights in ({}, normalise(even_weights(model)))

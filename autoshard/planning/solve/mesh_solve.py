@@ -36,6 +36,7 @@ Work is limited, and not time, so that plans are reproducible.
 
 OUT_OF_RANGE = MAX_COST - 1024
 """Cost in picoseconds from which on choices are out of range, since costs clipped to `MAX_COST` may be among theirs."""
+# Message for costs or sizes beyond the range of the solver's integers.
 TOO_LONG = (
     "the program takes too long or too much memory to be planned exactly: 11 days of one step and 4 EiB of one device "
     "can be; plan fewer iterations of its loops, since what they repeat is planned once, or smaller tensors"
@@ -47,9 +48,11 @@ class Solved:
     """Problem of a weighting, over the alternatives that were left, and its solution."""
 
     problem: Problem
+    """Problem with the memory limit, over the alternatives in `kept`."""
     solution: Solution
     """Choices of `problem`, with a bound for the whole problem."""
     kept: Kept
+    """Remaining alternatives of every node of `problem`, as numbers among all alternatives of the node."""
     limited: bool
     """True if the memory limit was enforced, since the optimum without a limit did not fit or was not computed."""
     messages: Messages | None = None
@@ -61,7 +64,7 @@ class Solved:
 
     @property
     def choices(self) -> NDArray[np.int64]:
-        """Choices for every node of the model; empty if there is no solution."""
+        """Choices for every node of the model; those with the least excess of memory if none fits, else empty."""
         if len(self.solution.choices) != len(self.kept):
             return np.zeros(0, dtype=np.int64)
         chosen = np.array([left[c] for left, c in zip(self.kept, self.solution.choices.tolist(), strict=True)])
@@ -71,7 +74,8 @@ class Solved:
 def first_messages(model: Decisions, weights: Weights) -> Messages | None:
     """Return messages that every solve of a large model may start from; None for a small model.
 
-    They are computed for all alternatives, without a memory limit.
+    A model is large if its edge tables have more than `LARGE` entries. The messages are computed for all alternatives,
+    without a memory limit.
     """
     kept = kept_of(model, None)
     return prune(build_network(model, weights, None, kept)).messages if entries(model, kept) > LARGE else None
@@ -81,8 +85,9 @@ class FirstBound(NamedTuple):
     """Lower bound of a large model before its first solve."""
 
     picoseconds: float
+    """Bound on the weighted time of all allowed choices."""
     messages: Messages | None
-    """Messages in the form that `solve_within` accepts."""
+    """Messages in the form that `solve_within` accepts: of the shared network with repeats, else of the whole one."""
     choices: NDArray[np.int64] | None
     """Best choices that were found, None if none were."""
 
@@ -97,10 +102,11 @@ def first_bound(
 ) -> FirstBound | None:
     """Return a lower bound of a model without a memory limit; None for a small model unless `small` is True.
 
-    - `repeats`: shared decisions of repeated layers, to start from.
+    - `repeats`: shared decisions of repeated layers, to start from; not used if None, or if masks differ in a set.
     - `weights`: weight of each channel.
     - `allowed`: masks of the allowed alternatives.
     - `enough`: picoseconds at which the bound is not raised further.
+    - `small`: True to compute the bound of a model with at most `LARGE` entries too.
     """
     kept = kept_of(model, allowed)
     if entries(model, kept) <= LARGE and not small:
@@ -119,12 +125,15 @@ class Terms:
     """Limits and starting points of a solve."""
 
     memory_limit: int | None
+    """Bytes of one device; None for no limit."""
     time_limit: float
     """Processor seconds after which the best solution so far is used; a safeguard, since `ROUNDS` limits the work."""
     seed: int
+    """Seed of the solver's random search."""
     hint: NDArray[np.int64] | None = None
     """Choices to start from, for every node of the model."""
     allowed: Allowed | None = None
+    """Masks of the alternatives that may be chosen; None for all."""
     messages: Messages | None = None
     """Messages to start from in a large model."""
     free_first: bool = True
@@ -135,7 +144,10 @@ class Terms:
     """Picoseconds from which on choices are useless; a bound of this value ends the solve, possibly without choices."""
 
     def left(self, began: float) -> "Terms":
-        """Return the terms with the rest of the time limit; `began` is the processor time of the start."""
+        """Return the terms with the rest of the time limit; at least 1 s.
+
+        `began` is the processor time of the start in seconds.
+        """
         return dataclasses.replace(self, time_limit=max(1.0, self.time_limit - (processor_seconds() - began)))
 
 
@@ -143,7 +155,8 @@ def solve_within(model: Model, weights: Weights, terms: Terms, repeats: Repeats 
     """Solve for the least weighted time within the memory limit.
 
     With `repeats`, repeated layers first share decisions; this solve starts from the messages of `terms` and returns
-    its own. The whole model is then solved from the shared solution.
+    its own. The whole model is then solved from the shared solution. Raises `OutOfRangeError` if times or bytes are too
+    large for the solver.
     """
     began = processor_seconds()
     if repeats is None:
@@ -159,7 +172,9 @@ def solve_within(model: Model, weights: Weights, terms: Terms, repeats: Repeats 
 
 
 def solve_tied(repeats: Repeats, weights: Weights, terms: Terms) -> Solved | None:
-    """Solve with one decision for each set of repeated nodes; None if the allowed alternatives differ within a set.
+    """Solve with one decision for each set of repeated nodes.
+
+    None if the masks of `terms.allowed` differ within a set, or leave it no alternative.
 
     The hint of `terms` is for the whole model, its messages are for the shared one. The bound holds for shared
     decisions only.
@@ -172,7 +187,11 @@ def solve_tied(repeats: Repeats, weights: Weights, terms: Terms) -> Solved | Non
 
 
 def _solve(model: Decisions, weights: Weights, terms: Terms) -> Solved:
-    """Solve without the memory limit first if the terms say so, then within the limit if the solution does not fit."""
+    """Solve without the memory limit first if `terms.free_first`, then within the limit if the solution does not fit.
+
+    A limit of None is solved without one. The free solve may use half of the time limit. Its bound is the result's
+    `unconstrained_bound`, and no second solve follows if the bound reaches `terms.enough`.
+    """
     began = processor_seconds()
     limit = terms.memory_limit
     if terms.free_first or limit is None:
@@ -191,7 +210,9 @@ def _solve(model: Decisions, weights: Weights, terms: Terms) -> Solved:
 def _solve_pruned(model: Decisions, weights: Weights, enforced: int | None, terms: Terms) -> Solved:
     """Solve under the memory limit `enforced`, None for none; a large problem is pruned first.
 
-    The returned problem has the memory limit of `terms`.
+    The returned problem has the memory limit of `terms`. If pruning removed alternatives without proof, the status is
+    no longer optimal or infeasible, and the bound is the pruned network's if lower. Raises `OutOfRangeError` for a
+    solution that costs `OUT_OF_RANGE` or more.
     """
     kept = kept_of(model, terms.allowed)
     hint, messages = terms.hint, terms.messages
@@ -227,7 +248,10 @@ def _solve_pruned(model: Decisions, weights: Weights, enforced: int | None, term
 
 
 def _of_no_use(model: Decisions, weights: Weights, terms: Terms, kept: Kept, pruned: Pruned) -> Solved:
-    """Return a result without choices, since none costs less than `enough`; its problem is only a part of the whole."""
+    """Return a result without choices, since none costs less than `enough`.
+
+    Its problem has one alternative of each node, and its solution the bound of `pruned`.
+    """
     part = build_problem(model, weights, terms.memory_limit, [mine[:1] for mine in kept])
     solution = Solution(np.zeros(0, dtype=np.int64), FORBIDDEN, int(pruned.bound), Status.UNKNOWN, {})
     return Solved(part, solution, kept, False, pruned.messages or terms.messages)

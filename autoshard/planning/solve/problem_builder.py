@@ -36,7 +36,7 @@ below `FORBIDDEN`.
 
 
 def kept_of(model: Decisions, allowed: Allowed | None) -> Kept:
-    """Return the alternatives of every node that may be chosen."""
+    """Return the alternatives of every node that may be chosen: all for a node without a mask."""
     allowed = allowed or {}
     return [
         np.flatnonzero(allowed[n]) if n in allowed else np.arange(len(node.states))
@@ -45,12 +45,15 @@ def kept_of(model: Decisions, allowed: Allowed | None) -> Kept:
 
 
 def entries(model: Decisions, kept: Kept) -> int:
-    """Return the number of entries in the edge tables of `build_problem`."""
+    """Return the number of entries in the edge tables of `build_problem`, those of reshards without costs included."""
     return sum(len(kept[reshard.source]) * len(kept[reshard.target]) for reshard in model.reshards)
 
 
 def linked_reshards(model: Decisions, weights: Weights) -> list[int]:
-    """Return the reshards that are links of `build_network`, in order: those that cost or forbid something."""
+    """Return the numbers of the reshards that are links of `build_network`, ascending.
+
+    These are the reshards that forbid a pair, or have a channel with a positive weight.
+    """
     return [
         number
         for number, reshard in enumerate(model.reshards)
@@ -62,7 +65,7 @@ def build_network(model: Decisions, weights: Weights, memory_limit: int | None, 
     """Build the compact form of the `Problem` of `build_problem`; alternatives that are not in `kept` are closed.
 
     - `weights`: weight of each channel.
-    - `memory_limit`: bytes of one device; None for no limit.
+    - `memory_limit`: bytes of one device; None for no limit, and then without memory terms.
     - `kept`: remaining alternatives of every node.
     """
     costs, links, terms = [], [], []
@@ -172,12 +175,12 @@ def _edge_costs(
 
 
 def _usage_limit(model: Decisions, memory_limit: int | None) -> int | None:
-    """Return the memory limit without the bytes that no choice changes."""
+    """Return the memory limit minus the bytes that no choice changes, at least 0; None for no limit."""
     return None if memory_limit is None else max(0, memory_limit - model.fixed_bytes)
 
 
 def _weight(weights: Weights, channel: Channel) -> float:
-    """Return the weight of a channel: 1 for the exposed channel, 0 for channels without one."""
+    """Return the weight of a channel: 1 for the exposed channel, 0 for a channel that `weights` lacks."""
     return 1.0 if channel == EXPOSED else weights.get(channel, 0.0)
 
 
@@ -200,6 +203,7 @@ def _at_most(costs: NDArray[np.float64], scale: float) -> NDArray[np.float64]:
 
 
 def _flat(arrays: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Return the arrays joined end to end; an empty array for none."""
     return np.concatenate(arrays).astype(np.int64) if arrays else np.zeros(0, dtype=np.int64)
 
 
@@ -208,19 +212,24 @@ class Floors:
     """Lower bounds on the seconds and bytes of every plan on a mesh."""
 
     seconds: float
+    """Bound on the step time: the sum of every decision's least compute and exposed time."""
     bytes: int
+    """Bound on the peak of one device, without the bytes that no choice changes (`Decisions.fixed_bytes`)."""
 
 
 def least_bytes(model: Model, kept: Kept) -> int:
-    """Return a lower bound on the peak of all choices among `kept`, in bytes.
+    """Return a lower bound on the peak of all choices among `kept`, in bytes, fixed bytes included.
 
-    At every moment each decision occupies its minimum.
+    At every moment each decision occupies its minimum; the bound is the largest sum of any moment.
     """
     return _least_bytes(model.graph, model.nodes, kept) + model.fixed_bytes
 
 
 def _least_bytes(graph: OpGraph, nodes: Sequence[Node], kept: Kept) -> int:
-    """Return the same bound for some nodes, without the fixed bytes."""
+    """Return the bound of `least_bytes` for some nodes, without the fixed bytes.
+
+    Moments are numbers of ops, and each memory term is live from its `start` up to, not including, its `stop`.
+    """
     change = np.zeros(len(graph.ops) + 2, dtype=np.int64)
     for node, mine in zip(nodes, kept, strict=True):
         for term in node.memory:
@@ -245,7 +254,7 @@ def floors(
     - `reading`: analysis of the program.
     - `memory_limit`: bytes of one device.
     - `calibration`: default: the calibration of the mesh's chip.
-    - `staged`: if True, a mesh axis `stage` is reserved for the stages of a pipeline.
+    - `staged`: if True, a mesh axis `stage` is reserved for the stages of a pipeline, if the program can be cut so.
     """
     where = (stage_axis(reading, mesh) if staged else None) or mesh
     graph, parts = reading.graph, axis_parts_of(reading.groups, mesh)
@@ -283,9 +292,12 @@ def least_compute(
     calibration: Calibration | None = None,
     enough: float = math.inf,
 ) -> float:
-    """Return a lower bound on the seconds of matmuls and kernels on a mesh with a stage axis, computed up to `enough`.
+    """Return a lower bound on the seconds of matmuls and kernels on a mesh with a stage axis.
 
-    The ops with the most FLOPs are priced first, so few ops suffice for a mesh that cannot split them.
+    The sum stops at `enough` seconds or more; it is then still a bound, but not the largest. Without a stage axis the
+    whole mesh is priced.
+
+    Ops with the most FLOPs over all trips are priced first, so few ops suffice for a mesh that cannot split them.
 
     - `reading`: analysis of the program.
     - `calibration`: default: the calibration of the mesh's chip.

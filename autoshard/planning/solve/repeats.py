@@ -36,6 +36,7 @@ class Repeats:
     reshards: tuple[Reshard, ...]
     """One reshard for each set of alike reshards between the same classes, with the summed trips."""
     fixed_bytes: int
+    """Bytes of one device that no choice changes, as in the model."""
     of: NDArray[np.int64]
     """Class of each node of the model, [model nodes]."""
     first: NDArray[np.int64]
@@ -46,15 +47,19 @@ class Repeats:
     """Mask of the alternatives that a class may share: a reshard within the class may forbid some."""
 
     def whole(self, choices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Convert shared choices to choices of the model."""
+        """Convert shared choices [classes] to choices of the model [model nodes]."""
         return choices[self.of]
 
     def part(self, choices: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
-        """Convert choices of the model to shared choices: each class has the choice of its first node."""
+        """Convert choices of the model to shared choices: each class has that of its first node; None for None."""
         return None if choices is None else choices[self.first]
 
     def allowed(self, allowed: Allowed | None) -> Allowed | None:
-        """Convert masks of allowed alternatives to classes; None if a class has different masks or nothing left."""
+        """Convert masks of allowed alternatives from nodes to classes, intersected with `closed`.
+
+        None if nodes of a class have different masks, or if a class has no alternative left. A node without a mask
+        differs from one with a mask.
+        """
         masks: dict[int, NDArray[np.bool_]] = dict(self.closed)
         marks = {n: mask.tobytes() for n, mask in (allowed or {}).items()}
         node_marks = [marks.get(n, b"") for n in range(len(self.of))]
@@ -68,7 +73,11 @@ class Repeats:
     def lift(self, model: Model, weights: Weights, messages: Messages | None) -> Messages | None:
         """Convert messages of the shared network to the whole one: reshards in one set have equal parts of a message.
 
-        Both networks are those of `weights`.
+        - `model`: the whole model, from which these repeats were found.
+        - `weights`: weights of both networks.
+        - `messages`: messages of the shared network; None gives None.
+
+        Messages of reshards within a class are zeros.
         """
         if messages is None:
             return None
@@ -91,7 +100,10 @@ class Repeats:
 
 
 def _directed(ends: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return (node, link) of every directed edge, in the order of the messages."""
+    """Return (node, link) of every directed edge, in the order of the messages; links from a node to itself have none.
+
+    `ends` has the two nodes of each link. The order is by node, then by the other end and the link's number.
+    """
     around: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for number, (first, second) in enumerate(ends):
         if first != second:
@@ -101,7 +113,10 @@ def _directed(ends: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def find_repeats(model: Model, radius: int = RADIUS) -> Repeats | None:
-    """Return the model with shared decisions; None if too few nodes repeat."""
+    """Return the model with shared decisions; None if more than the share `WORTHWHILE` of its nodes would be left.
+
+    `radius` is the number of refinement steps.
+    """
     alike = _Numbers()
     reshards = [alike(_of_reshard(reshard)) for reshard in model.reshards]
     colours = [alike(_of_node(node)) for node in model.nodes]
@@ -119,11 +134,15 @@ class _Numbers(dict[Hashable, int]):
     """Numbering of objects in the order of first occurrence; equal objects have one number."""
 
     def __call__(self, thing: Hashable) -> int:
+        """Return the number of an object; a new object has the next free number."""
         return self.setdefault(thing, len(self))
 
 
 def _of_node(node: Node) -> Hashable:
-    """Return a key of a node's alternatives and prices, without its block and the lifetimes of its memory."""
+    """Return a key of a node's alternatives and prices, without its block's number and the lifetimes of its memory.
+
+    Only being in a loop or not counts of the block.
+    """
     time = sorted((what, block >= 0, seconds.tobytes()) for (block, what), seconds in node.time.items())
     memory = tuple((term.kind, term.usage.tobytes()) for term in node.memory)
     return node.kind, node.states.shape, node.states.tobytes(), node.has_memory.tobytes(), tuple(time), memory
@@ -139,7 +158,13 @@ def _of_reshard(reshard: Reshard) -> Hashable:
 def _refine_colours(
     reshards: Sequence[Reshard], kinds: Sequence[int], colours: Sequence[int], alike: _Numbers
 ) -> list[int]:
-    """Refine the colours of nodes once, by the kinds of their reshards and the colours of their neighbours."""
+    """Return the colours of nodes refined once, by the kinds and directions of their reshards and neighbours' colours.
+
+    - `reshards`: reshards of the model.
+    - `kinds`: number of each reshard; alike reshards have one number.
+    - `colours`: colour of each node.
+    - `alike`: numbering that gives the new colours.
+    """
     around: list[list[tuple[int, bool, int]]] = [[] for _ in colours]
     for reshard, kind in zip(reshards, kinds, strict=True):
         around[reshard.source].append((kind, True, colours[reshard.target]))
@@ -151,7 +176,7 @@ def _twins_apart(colours: Sequence[int], alike: _Numbers) -> list[int]:
     """Separate nodes of one layer that refinement cannot, such as queries and keys, which need not choose the same.
 
     Most classes have one node in each layer. A class with several times as many nodes has several in each layer, and
-    they alternate.
+    they alternate. The number of layers is the most frequent size of classes with several nodes, the least on a tie.
     """
     counts = Counter(colours)
     usual = Counter(count for count in counts.values() if count > 1).most_common(1)
@@ -168,7 +193,11 @@ def _twins_apart(colours: Sequence[int], alike: _Numbers) -> list[int]:
 
 
 def _shared(model: Model, kinds: Sequence[int], of: NDArray[np.int64]) -> Repeats:
-    """Build the shared decisions from the class of each node."""
+    """Build the shared decisions.
+
+    - `kinds`: number of each reshard of the model; alike reshards have one number.
+    - `of`: class of each node of the model; classes are numbered from 0 without holes.
+    """
     count = int(of.max(initial=-1)) + 1
     members: list[list[int]] = [[] for _ in range(count)]
     for node, cls in enumerate(of.tolist()):
@@ -201,7 +230,10 @@ def _shared(model: Model, kinds: Sequence[int], of: NDArray[np.int64]) -> Repeat
 
 
 def _merged(nodes: Sequence[Node], within: Iterable[Reshard]) -> Node:
-    """Merge alike nodes that make the same choice, with the reshards within the class, into one node."""
+    """Merge alike nodes that make the same choice, with the reshards within the class, into one node.
+
+    Times are summed by channel, and memory terms joined; all else is the first node's.
+    """
     time: dict[tuple[int, str], Seconds] = {}
     for each in (*(node.time for node in nodes), *map(_diagonal, within)):
         for channel, seconds in each.items():
@@ -211,7 +243,7 @@ def _merged(nodes: Sequence[Node], within: Iterable[Reshard]) -> Node:
 
 
 def _diagonal(reshard: Reshard) -> Mapping[tuple[int, str], Seconds]:
-    """Return the seconds of a reshard between two nodes that make the same choice, by channel."""
+    """Return the seconds in one step of a reshard between two nodes that make the same choice, by channel, [states]."""
     return {channel: reshard.trips * table[reshard.rows, reshard.columns] for channel, table in reshard.costs.items()}
 
 

@@ -28,7 +28,10 @@ FLOOR = 3e-4
 
 
 def even_weights(model: Model) -> dict[Channel, float]:
-    """Return the first weights: half of each block's weight for compute, the rest shared by its links."""
+    """Return the first weights: half of each block's weight for compute, the rest shared evenly by its other channels.
+
+    A block with one channel, or without compute, does not sum to one: see `normalise`.
+    """
     channels = _channels(model)
     weights = {}
     for block, what in channels:
@@ -44,7 +47,7 @@ def _channels(model: Model) -> list[Channel]:
 
 
 def normalise(weights: Mapping[Channel, float]) -> dict[Channel, float]:
-    """Scale the weights so that each block's sum to one, which the bound requires."""
+    """Scale the weights so that each block's sum to one, which the bound requires; leave out blocks of weight 0."""
     totals: dict[int, float] = {}
     for (block, _), w in weights.items():
         totals[block] = totals.get(block, 0.0) + w
@@ -52,7 +55,11 @@ def normalise(weights: Mapping[Channel, float]) -> dict[Channel, float]:
 
 
 def carried_weights(model: Model, other: Weights) -> dict[Channel, float]:
-    """Return first weights from good weights on another mesh: each block's compute has the weight that it has there."""
+    """Return first weights, normalised, from good weights on another mesh.
+
+    A block's compute has its weight in `other`, and its other channels share the rest evenly, each at least `FLOOR`.
+    Blocks without compute in `other` have the weights of `even_weights`.
+    """
     weights = even_weights(model)
     for block, what in weights:
         compute = other.get((block, "compute"))
@@ -69,25 +76,30 @@ class Weighing:
     weights: Weights
     """Weights with the highest bound so far."""
     bound_s: float = -1.0
+    """Bound in seconds that `weights` gave; -1 before the first."""
     cuts: list[tuple[float, NDArray[np.float64]]] = dataclasses.field(default_factory=list)
-    """Exposed seconds and seconds by channel of every known choice."""
+    """Exposed seconds, and seconds of each of `channels`, of every known choice."""
 
     @property
     def channels(self) -> list[Channel]:
+        """Channels with a weight, in the order of the arrays in `cuts`."""
         return list(self.weights)
 
     def add_choice(self, outcome: Outcome) -> None:
-        """Add the cut of a choice that satisfies all limits."""
+        """Append the cut of a choice that satisfies all limits; channels without a weight are left out."""
         seconds = np.array([outcome.channels.get(c, 0.0) for c in self.weights])
         self.cuts.append((outcome.channels.get(EXPOSED, 0.0), seconds))
 
     def add_bound(self, weights: Weights, bound_s: float) -> None:
-        """Add a lower bound on the weighted time of all choices."""
+        """Store weights and their lower bound on the time of all choices if it exceeds `bound_s`; else do nothing."""
         if bound_s > self.bound_s:
             self.weights, self.bound_s = dict(weights), bound_s
 
     def following(self, enough_s: float, beat_s: float = math.inf) -> Weights | None:
         """Return the next weights to solve with; None if no weights can raise the bound by more than `enough_s`.
+
+        Also None without cuts, or if every block has a single channel, so that its weight is fixed. `beat_s` is the
+        time to beat in seconds.
 
         The target is at most a little above `beat_s`; weights for a higher bound are further away and less certain.
         """
@@ -101,7 +113,7 @@ class Weighing:
         return self._nearest(level) or highest_weights
 
     def _highest(self) -> tuple[float, Weights]:
-        """Return the highest bound that the cuts allow, and its weights."""
+        """Return the highest bound in seconds that the cuts allow, and its weights; there must be a cut."""
         n = len(self.weights)
         scale = self._scale()
         objective = np.append(np.zeros(n), -1.0)
@@ -111,7 +123,10 @@ class Weighing:
         return float(solved[n]) * scale, self._read(solved[:n])
 
     def _nearest(self, level: float) -> Weights | None:
-        """Return the weights nearest to the best ones at which all cuts allow `level`; None if there are none."""
+        """Return the weights nearest to the best ones at which all cuts allow `level` seconds; None if there are none.
+
+        The distance is the largest difference of any weight.
+        """
         n = len(self.weights)
         scale = self._scale()
         center = np.array(list(self.weights.values()))
@@ -124,7 +139,7 @@ class Weighing:
         return self._read(solved[:n]) if len(solved) else None
 
     def _scale(self) -> float:
-        """Return the longest total time of the cuts, which scales the linear program."""
+        """Return the longest total time of the cuts, which scales the linear program; 1 if all are zero."""
         return max(exposed + float(seconds.sum()) for exposed, seconds in self.cuts) or 1.0
 
     def _solve(
@@ -136,7 +151,8 @@ class Weighing:
     ) -> NDArray[np.float64]:
         """Solve a linear program for the weights, which sum to one in each block, and one more variable.
 
-        The result is empty if the program is infeasible.
+        Weights are at least `FLOOR`, or 1 in a block with one channel. The result has the weights and then the
+        variable; it is empty if the program is infeasible.
 
         - `objective`: coefficients of the weights and of the variable, to minimise.
         - `above`, `right`: rows and right-hand sides of the inequalities `above @ x <= right`.
@@ -152,5 +168,5 @@ class Weighing:
         return result.x if result.status == 0 else np.zeros(0)
 
     def _read(self, values: NDArray[np.float64]) -> Weights:
-        """Return weights from a solution of the linear program, each at least `FLOOR`."""
+        """Return weights from the first values of a solution, raised to `FLOOR` and then normalised."""
         return normalise({c: max(FLOOR, float(w)) for c, w in zip(self.weights, values, strict=True)})

@@ -25,6 +25,7 @@ from autoshard.solver import evaluate as evaluate_problem
 
 
 MAX_ROUNDS = 6
+"""Largest number of weightings that one search solves."""
 BASELINES_SHARE = 0.5
 """Share of the time limit that the completion of all baselines may use."""
 ROOMIER_SHARE = 0.15
@@ -43,12 +44,15 @@ class Candidate:
 
     name: str
     choices: NDArray[np.int64]
+    """Chosen alternative of every node of the model."""
     outcome: Outcome
+    """Result of `evaluate` for the choices."""
     fits: bool
+    """True if the outcome's peak is within the memory limit."""
     tight_s: float = 0.0
     """Seconds that nearly full memory is expected to add, see `tight_seconds`."""
     weights: Weights | None = None
-    """Weights under which the candidate was found."""
+    """Weights under which the candidate was found; None for baselines and given choices."""
 
     @property
     def expected_s(self) -> float:
@@ -61,13 +65,17 @@ class SearchResult:
     """Best choice, its certified bound, and all completed baselines."""
 
     best: Candidate
+    """Candidate with the least expected time that fits and satisfies the user's demands, named `plan`."""
     problem: Problem
+    """Problem of the weighting with the certified bound."""
     solution: Solution
     """Solution of the weighting with the certified bound."""
     bound_s: float
     """Lower bound on the true step time of every choice within the memory limit."""
     baselines: dict[str, Candidate]
+    """Completed baselines by name, those that do not fit included."""
     rounds: int
+    """Number of weightings that were solved."""
     weights: Weights
     """Weights of the certified bound."""
     fitting: tuple[Candidate, ...]
@@ -88,11 +96,11 @@ def search(
     """Search for the best plan within the memory limit that satisfies `required`.
 
     The result is never worse than the best baseline that fits and satisfies `required`, nor than the choices `known`.
-    Baselines are completed without `required`. Raises `Infeasible` if no choice fits.
+    Baselines are completed without `required`. Raises `Infeasible` if no choice that fits was found.
 
     - `limits`: memory limit, time and seed.
     - `progress`: receives lines about the search.
-    - `known`: choices to start from.
+    - `known`: choices to start from, which must satisfy `required`; left out if they do not fit.
     - `crew`: helper processes; default: none.
     """
     required = required or Required({}, {})
@@ -145,14 +153,16 @@ class WeightSearch:
     model: Model
     weighing: Weighing
     best: "Candidate | None" = None
+    """Best fitting candidate so far; None before one is found."""
     messages: Messages | None = None
     """Messages of `repeats` to start the next solve from, None without any."""
     repeats: Repeats | None = None
     certified: "Solved | None" = None
     """Solution of the weighting with the highest bound."""
     rounds: int = 0
+    """Number of the last weighting of `run`, from 1; 0 before it."""
     fitting: "list[Candidate]" = dataclasses.field(default_factory=list)
-    """Fitting candidates of all weightings."""
+    """Fitting candidates of all weightings, in the order found."""
     unconstrained_bound_s: float = 0.0
     """Lower bound on the step time of every choice without a memory limit."""
 
@@ -161,7 +171,8 @@ class WeightSearch:
 
         With several `rounds`, small models are bounded too. New weights are then chosen from the choices found without
         a memory limit, as long as the bound rises fast enough to reach `enough_s`. These choices are not stored, since
-        within the limit the bound may be higher than they allow.
+        within the limit the bound may be higher than they allow. The results are `weighing`, `messages` and
+        `unconstrained_bound_s`.
         """
         weights, unlimited = self.weighing.weights, Weighing(self.weighing.weights)
         for left in range(rounds - 1, -1, -1):
@@ -188,7 +199,8 @@ class WeightSearch:
     def search_within(self, limits: Limits, required: Required, known: Sequence[Candidate]) -> None:
         """Replace the best plan by one within tighter limits if that plan is expected to be faster.
 
-        `known` are candidates to start from.
+        `known` are candidates to start from. The search ends within the plan gap `ROUGHLY`. A plan that is found joins
+        `fitting`, faster or not.
         """
         beat_s = math.inf if self.best is None else self.best.expected_s
         weights = self.weighing.weights
@@ -209,7 +221,8 @@ class WeightSearch:
     ) -> None:
         """Solve with new weights until the bound is near the best choice, cannot be raised, or reaches `beat_s`.
 
-        The time and `MAX_ROUNDS` also end the rounds. Raises `Stopped` after `stop` is set.
+        The time, `MAX_ROUNDS`, and a solve without acceptable choices also end the rounds. Results are in the fields.
+        Raises `Stopped` after `stop` is set.
 
         - `limits`: memory limit, time and seed.
         - `progress`: receives a line for each weighting.
@@ -264,7 +277,7 @@ class WeightSearch:
 
 
 def _rank(candidate: Candidate) -> tuple[float, int]:
-    """Return a sort key: less expected time, then less memory; differences below a picosecond are rounding errors."""
+    """Return a sort key: least expected time first, then least memory; times are rounded to picoseconds."""
     return round(candidate.expected_s, 12), candidate.outcome.peak_bytes
 
 
@@ -278,13 +291,13 @@ def within_memory(
     good_enough: float = GOOD_ENOUGH,
     repeats: Repeats | None = None,
 ) -> Candidate | None:
-    """Return the best choice within the limits; None if none is found.
+    """Return the best choice within the limits, named by its memory, such as `memory 50%`; None if none is found.
 
     The search ends once no choice can take less than `beat_s`, or within `good_enough` of the bound.
 
     - `weights`: weights to start from.
     - `required`: the user's demands on the model.
-    - `known`: candidates to start from.
+    - `known`: candidates to start from; those that do not fit or break demands are left out.
     - `repeats`: shared decisions of repeated layers.
     """
     share = limits.memory_bytes / model.mesh.topology.usable_bytes
@@ -301,6 +314,7 @@ class Infeasible(Exception):
     """Failure to find a choice within the memory limit, with the last solution and the completed baselines."""
 
     def __init__(self, solved: Solved | None, baselines: Mapping[str, Candidate]) -> None:
+        """Store the solution with the highest bound (None without any) and the completed baselines by name."""
         super().__init__("no choice within the memory limit")
         self.solved, self.baselines = solved, baselines
 
@@ -311,8 +325,11 @@ class Completing:
 
     model: Model
     weights: Weights
+    """Weights of the objective, the same for all baselines."""
     memory_limit: int
+    """Bytes of one device that a candidate may use."""
     seed: int
+    """Seed of the solver's random search."""
     messages: Messages | None
     """Messages of `repeats` to start the first solve from, None without any."""
     repeats: Repeats | None
@@ -320,7 +337,8 @@ class Completing:
     def complete(self, baseline: Baseline, time_limit: float) -> Candidate | None:
         """Complete a baseline, within the memory limit if possible: the solver makes all open decisions.
 
-        Repeated layers share their decisions.
+        Repeated layers share their decisions. If no choices that fit are found, the result is that without the limit.
+        None if it has no solution. `time_limit` is the processor seconds of each of up to three solves.
         """
         free = self._completed(baseline, None, time_limit)
         fits = free is not None and free.fits
@@ -334,7 +352,10 @@ class Completing:
         return limited if limited is not None and limited.fits else free
 
     def _completed(self, baseline: Baseline, limit: int | None, time_limit: float) -> Candidate | None:
-        """Complete a baseline under one memory limit, None for no limit."""
+        """Complete a baseline under the memory limit `limit` of one device, None for no limit; None if unsolved.
+
+        Without repeats, or if these cannot share the baseline's masks, the whole model is solved.
+        """
         terms = Terms(limit, time_limit, self.seed, None, baseline.allowed, self.messages, free_first=False)
         solved = None if self.repeats is None else solve_tied(self.repeats, self.weights, terms)
         if solved is None:
@@ -346,13 +367,14 @@ class Completing:
 def complete_all(
     completing: Completing, baselines: Sequence[Baseline], until: float, crew: WorkerCrew
 ) -> dict[str, Candidate]:
-    """Complete all baselines; return those that can be, by name.
+    """Complete all baselines; return those with a solution by name, in the order of `baselines`.
 
     After `until` (on the crew's clock) each baseline has one second. Helper processes join if the first baseline shows
     that the rest takes longer than sending them the model.
     """
 
     def arguments(each: Baseline) -> tuple[Baseline, float]:
+        """Return the arguments of `Completing.complete`: the baseline, and the seconds until `until`, at least 1."""
         return each, max(1.0, until - crew.processor_seconds())
 
     began = crew.processor_seconds()
@@ -367,9 +389,10 @@ def complete_all(
 
 
 def make_candidate(model: Model, name: str, solved: Solved, memory_limit: int) -> Candidate | None:
-    """Evaluate a solution; None if it has no choices or a forbidden pair.
+    """Evaluate a solution as a candidate, fitting or not; None if it has no choices or a forbidden pair.
 
-    Raises `RuntimeError` if the memory by liveness differs from that of the Problem: the model would be inconsistent.
+    `memory_limit` is the bytes of one device that decide if it fits. Raises `RuntimeError` if the memory by liveness
+    differs from that of the Problem: the model would be inconsistent.
     """
     choices = solved.choices
     if len(choices) != len(model.nodes):
@@ -390,7 +413,7 @@ def make_candidate(model: Model, name: str, solved: Solved, memory_limit: int) -
 def evaluated_candidate(
     model: Model, name: str, choices: NDArray[np.int64], outcome: Outcome, memory_limit: int
 ) -> Candidate:
-    """Return a choice with its true outcome as a candidate.
+    """Return a choice with its true outcome as a candidate, without weights; it fits if its peak is within the limit.
 
     - `outcome`: evaluation of the choices.
     - `memory_limit`: bytes of one device.

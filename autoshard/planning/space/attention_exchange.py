@@ -23,13 +23,18 @@ EXCHANGES = ("keys and values gathered", "queries gathered", "ring", "heads exch
 """Roles of an axis that splits the sequence of an attention: how queries, keys and values meet."""
 
 STAYS = ("gather", "ring")
-"""Exchanges in which every device retains its queries."""
+"""Values of a program's `exchange` for exchanges in which every device retains its queries."""
 
 
 class ExchangeAsked:
-    """Restrictions on the decisions around attentions by the exchange that a program requests; none for `auto`."""
+    """Restrictions on the decisions around attentions by the exchange that a program requests; none for `auto`.
+
+    `by_op` has the attentions by op. `between` has, for `gather` and `ring`, the sequence dim of the tensors around
+    attentions by tensor; `stays` has the queries' tensors among them.
+    """
 
     def __init__(self, program: Program, graph: OpGraph) -> None:
+        """Find the attentions of the program's graph, if its exchange is not `auto`."""
         self.exchange = program.exchange
         attentions = find_attentions(graph) if self.exchange != "auto" else ()
         self.by_op = {each.op: each for each in attentions}
@@ -42,7 +47,7 @@ class ExchangeAsked:
         self.graph = graph
 
     def strategies(self, op: int, states: States) -> NDArray[np.bool_]:
-        """Return a mask of an op's allowed strategies, [states].
+        """Return a mask of an op's allowed strategies, [states]; all True for an op that is no attention.
 
         With an exchange of heads, no device may have only a part of the sequence inside a kernel.
         """
@@ -53,7 +58,9 @@ class ExchangeAsked:
         return allowed
 
     def forbids(self, tensor: int, op: int, source: States, target: States) -> NDArray[np.bool_] | None:
-        """Return a mask of forbidden pairs, in which an axis moves between the sequence and the heads; None for none.
+        """Return a mask of forbidden pairs, [source states, target states]; None if none is forbidden.
+
+        A pair is forbidden if an axis moves between the sequence and another dim, around an attention in `STAYS`.
 
         The queries' sequence stays split as it is, unless a kernel consumes the whole sequence. A gathered sequence
         could otherwise be split by heads in the next reshard.
@@ -75,7 +82,9 @@ class ExchangeAsked:
 def sequence_of(graph: OpGraph, tensor: int, op: int, between: Mapping[int, int]) -> tuple[int, ...]:
     """Return the sequence in a reshard's states: a dim of the tensor, or factors of the light op that consumes it.
 
-    `between` maps tensors of an attention to their sequence dim.
+    - `tensor`: the resharded tensor.
+    - `op`: the op that it enters or leaves; for -1 and for a heavy op the result is the tensor's sequence dim.
+    - `between`: sequence dim by tensor of an attention.
     """
     dim = between[tensor]
     if op < 0 or graph.ops[op].op_class is OpClass.HEAVY:
@@ -88,7 +97,8 @@ def sequence_of(graph: OpGraph, tensor: int, op: int, between: Mapping[int, int]
 def moved_axes(source: States, target: States, sequence: Sequence[int]) -> NDArray[np.bool_]:
     """Return a mask of the axes that split the sequence on one side and another dim on the other.
 
-    The shape is [source states, target states, axes].
+    The shape is [source states, target states, axes]. `sequence` has the values of a state that stand for the sequence;
+    an axis that splits nothing on one side has not moved.
     """
     before, after = source[:, None, :], target[None, :, :]
     here, there = np.isin(before, sequence), np.isin(after, sequence)
@@ -100,9 +110,11 @@ def check_exchange(program: Program, graph: OpGraph, mesh: Mesh | None) -> None:
 
     Raises `UserError` in these cases:
 
-    - the exchange is `heads` and no axis divides the heads;
-    - the exchange is `ring` and no axis divides the sequence;
+    - the exchange is `heads` and no axis divides the heads of some attention;
+    - the exchange is `ring` and no attention can form a ring, or no axis divides the sequence of any;
     - no kernel computes the attention.
+
+    The exchange `auto` is never refused.
     """
     if program.exchange == "auto":
         return
@@ -141,6 +153,7 @@ def check_exchange(program: Program, graph: OpGraph, mesh: Mesh | None) -> None:
 
 
 def _divides(axes: Mapping[str, int], sizes: Sequence[int]) -> bool:
+    """Return True if the size of some axis divides one of `sizes`."""
     return any(size % parts == 0 for parts in axes.values() for size in sizes)
 
 
@@ -160,7 +173,10 @@ def exchange_words(model: Model, choices: NDArray[np.int64]) -> tuple[str, ...]:
 
 
 def exchanges(model: Model, choices: NDArray[np.int64]) -> dict[tuple[tuple[str, tuple[str, ...]], ...], int]:
-    """Count the forward attentions by their exchanges: pairs of one of `EXCHANGES` and the axes that it runs over."""
+    """Count the forward attentions by their exchanges: pairs of one of `EXCHANGES` and the axes that it runs over.
+
+    The key is empty for attentions that exchange nothing.
+    """
     by_tensor: dict[int, list[Reshard]] = {}
     for reshard in model.reshards:
         by_tensor.setdefault(reshard.tensor, []).append(reshard)
@@ -176,7 +192,10 @@ def splits_sequence(axis_roles: Mapping[str, Sequence[str]]) -> bool:
 def _exchanges_of(
     model: Model, choices: NDArray[np.int64], each: Attention, by_tensor: Mapping[int, Sequence[Reshard]]
 ) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Return the exchanges of one attention with their axes."""
+    """Return the exchanges of one attention under the choices with their axes, in the order of `EXCHANGES`.
+
+    `by_tensor` has the model's reshards by tensor. Exchanges without axes are left out.
+    """
     node = model.op_node[each.op]
     state = model.nodes[node].states[int(choices[node])]
     exchanged = np.zeros(len(state), dtype=bool)
@@ -204,11 +223,12 @@ def _exchanges_of(
 
 
 def _listed(words: Sequence[str]) -> str:
-    """Join words by commas and "and"."""
+    """Join words by commas and, before the last, "and"; there must be a word."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 _F32 = 4
+"""Bytes of a float32."""
 
 
 def is_ring(op: Op) -> bool:
@@ -217,7 +237,7 @@ def is_ring(op: Op) -> bool:
 
 
 def _is_back(op: Op) -> bool:
-    """Return True if a ring attention is a backward pass."""
+    """Return True if a ring attention is a backward pass, by the name of its call or kind."""
     return "_backward" in (op.opaque.target if op.opaque is not None else op.kind)
 
 
@@ -227,18 +247,21 @@ def _exchanges(op: Op) -> bool:
 
 
 def _sequence(op: Op) -> int:
-    """Return the factor of the sequence."""
+    """Return the factor of the sequence: that of the next to last dim of the first operand, the queries."""
     assert op.rule is not None
     return op.rule.operands[0][-2][0]
 
 
 def ring_parts(op: Op, states: States, axes: Sequence[int]) -> NDArray[np.float64]:
-    """Return the devices of a ring in every state; 1 if the sequence is whole."""
+    """Return the number of devices of a ring in every state, [states]; 1 if the sequence is whole.
+
+    `axes` has the sizes of the mesh axes.
+    """
     return np.where(states == _sequence(op), np.asarray(axes, dtype=np.float64), 1.0).prod(axis=1)
 
 
 def _local(graph: OpGraph, op: Op, states: States, axes: Sequence[int], operand: int) -> Seconds:
-    """Return the elements of an operand's shard, [states]."""
+    """Return the elements of the shard of the operand at position `operand`, [states]."""
     assert op.rule is not None
     tensor = graph.tensors[op.operands[operand]]
     return local_elements(factor_states(states, op.rule.operands[operand]), tensor.shape, axes)
@@ -248,8 +271,8 @@ def ring_work(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) -> tu
     """Return the share of the call's FLOPs that a device computes in all turns, and its grid steps, each [states].
 
     If the halves of a shard are narrower than the kernel's blocks, the blocks are smaller and there are more steps.
-    Without a kernel, the call on one device also computes the masked scores; each of n devices computes (n + 1) / 2n of
-    these.
+    Without a kernel (`op.steps` is 0) there are no grid steps. A causal call on one device then also computes the
+    masked scores; each of n devices computes (n + 1) / 2n of its part.
     """
     assert op.rule is not None
     factors = [max(1, n) for n in op.rule.sizes]
@@ -262,9 +285,10 @@ def ring_work(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) -> tu
 
 
 def turn_traffic(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) -> Seconds:
-    """Return the bytes that the accumulation of turns reads and writes, [states].
+    """Return the bytes that the accumulation of turns reads and writes, [states]; 0 if the sequence is whole.
 
-    The float32 sums are read and written, and the addend is read.
+    In each turn the float32 sums are read and written, and the addend is read. The sums have the queries' shape; a
+    backward pass also has those of the keys and values.
     """
     parts = ring_parts(op, states, axes)
     sums = _local(graph, op, states, axes, 0)
@@ -274,9 +298,10 @@ def turn_traffic(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) ->
 
 
 def ring_memory(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) -> NDArray[np.int64]:
-    """Return the bytes of a ring call in addition to its operands and results, [states].
+    """Return the bytes of a ring call in addition to its operands and results, [states]; 0 if the sequence is whole.
 
-    They are two buffers for the tensors in transit, the sums, and the permuted shards.
+    They are two buffers for the keys and values in transit, the float32 sums, and under a causal mask the permuted
+    shards. A backward pass also has float32 sums of keys and values in transit.
     """
     item = graph.tensors[op.operands[0]].itemsize
     queries, keys = _local(graph, op, states, axes, 0), _pair(graph, op, states, axes)
@@ -296,7 +321,11 @@ def _pair(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) -> Second
 def ring_permutes(
     graph: OpGraph, op: Op, states: States, axes: Sequence[int], busy: Seconds, collectives: Collectives
 ) -> list[Inner]:
-    """Return the permutes of a ring in every state.
+    """Return the permutes of a ring in every state, one group of them for each set of axes that splits the sequence.
+
+    Keys and values pass to each next device, in a backward pass with their gradients, hidden behind a turn's compute.
+    A backward pass sends the gradients once more, exposed. Under a causal mask all operands and results are exchanged,
+    exposed, at the price of an all-to-all.
 
     - `states`: factor that each mesh axis splits, [states, axes].
     - `axes`: sizes of the mesh axes.
@@ -336,5 +365,5 @@ def ring_permutes(
 
 
 def ring_seconds(graph: OpGraph, op: Op, states: States, axes: Sequence[int], compute: Compute) -> Seconds:
-    """Return the seconds for the accumulation of turns, [states]."""
+    """Return the seconds of the memory traffic of `turn_traffic`, [states]."""
     return compute.op_seconds(np.zeros(len(states)), turn_traffic(graph, op, states, axes))

@@ -21,6 +21,7 @@ class Baseline:
 
     name: str
     allowed: dict[int, NDArray[np.bool_]]
+    """Mask of the allowed alternatives by node; nodes without a mask are free."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,8 +29,11 @@ class Stream:
     """Mesh axes, by number, that split the dims of the residual stream."""
 
     batch: Sequence[int] = ()
+    """Axes that split the batch, in activations and in the batch's arguments."""
     sequence: Sequence[int] = ()
+    """Axes that split the sequence of the residual stream."""
     width: Sequence[int] = ()
+    """Axes that split the hidden dim of the residual stream."""
     context: Sequence[int] = ()
     """Members of `sequence` that also split the sequence in the batch's arguments."""
 
@@ -39,12 +43,12 @@ Assignment = Mapping[int, Sequence[int]]
 
 
 def wide_axes(model: Model, axes: Iterable[int]) -> tuple[int, ...]:
-    """Return the axes of size above 1."""
+    """Return those of the axes, by number, that have a size above 1, in their order."""
     return tuple(a for a in axes if model.axis_sizes[a] > 1)
 
 
 def split_parameters(model: Model) -> list[int]:
-    """Return the argument positions of the parameters that may be split."""
+    """Return the argument positions of the weights, trained or frozen, that belong to a cluster: no scalars."""
     return [
         p
         for p, a in enumerate(model.program.arguments)
@@ -53,7 +57,7 @@ def split_parameters(model: Model) -> list[int]:
 
 
 def _blocked_dims(model: Model, tensor: int) -> set[int]:
-    """Return the dims of a tensor that no axis may split."""
+    """Return the dims of a tensor that no axis may split: of size 1, or blocked in its cluster."""
     cluster = model.structure.clusters[model.structure.cluster_of[tensor]]
     return {d for d, f in enumerate(model.structure.dims_of[tensor]) if f < 0 or f in cluster.blocked}
 
@@ -61,7 +65,8 @@ def _blocked_dims(model: Model, tensor: int) -> set[int]:
 def spread_over(model: Model, position: int, axes: Sequence[int], taken: Assignment) -> dict[int, tuple[int, ...]]:
     """Split a parameter as FSDP does: along the largest dim that the axes divide, preferably one that is not yet split.
 
-    Fewer axes are used if no dim divides by all of them.
+    Fewer axes, the first of them, are used if no dim divides by all. The result maps dims to axes in mesh order, those
+    of `taken` included; it equals `taken` if no dim divides by the first axis.
 
     - `position`: position of the argument.
     - `axes`: mesh axes by number.
@@ -92,7 +97,8 @@ def tensor_parallel_groups(model: Model, groups: Groups, parts: int) -> set[int]
 
     - a dim of the parameter is split already;
     - the split would split a neighbour twice (Shoeybi et al. 2019, section 3);
-    - a norm reduces along the dim before the next matmul, as along the narrow vector of latent attention.
+    - a norm reduces along the dim before the next matmul, as along the narrow vector of latent attention;
+    - `parts`, the number of shards, does not divide the group's size.
     """
     neighbours: dict[int, set[int]] = {}
     dims: dict[int, list[int]] = {}
@@ -117,7 +123,10 @@ def tensor_parallel_groups(model: Model, groups: Groups, parts: int) -> set[int]
 
 
 def _normed(model: Model, groups: Groups, dims: Iterable[Sequence[int]]) -> set[int]:
-    """Return the groups between two matmuls that have a scale parameter and along which an op reduces."""
+    """Return the groups between two matmuls that have a scale parameter and along which an op reduces.
+
+    `dims` has the groups of each parameter's dims; a parameter with one dim is a scale, others are matrices.
+    """
     scales, matmuls = set[int](), Counter[int]()
     for own in dims:
         if len(own) == 1:
@@ -135,13 +144,19 @@ def _normed(model: Model, groups: Groups, dims: Iterable[Sequence[int]]) -> set[
 
 
 def _by_first_use(graph: OpGraph, dims: Mapping[int, object]) -> list[int]:
-    """Sort parameters by the first op that consumes them."""
+    """Sort parameters by the first op that consumes them, those without one last, then by position.
+
+    `dims` has the argument positions as keys.
+    """
     first = {p: next((op.id for op in graph.users[graph.arguments[p]]), len(graph.ops)) for p in dims}
     return sorted(dims, key=lambda p: (first[p], p))
 
 
 def _produced(model: Model, groups: Groups, position: int) -> set[int]:
-    """Return a parameter's groups that are in the result of the first matmul that consumes the parameter."""
+    """Return a parameter's groups that are in the result of the first matmul that consumes the parameter's cluster.
+
+    Empty if no dot or convolution does.
+    """
     cluster = model.structure.cluster_of[model.graph.arguments[position]]
     for op_id in model.structure.heavy:
         op = model.graph.ops[op_id]
@@ -161,7 +176,8 @@ def split_by_group(
 ) -> dict[int, tuple[int, ...]]:
     """Split the first dim of a parameter that belongs to a `chosen` group and that the axes divide.
 
-    The result is empty if there is no such dim. `axes` are mesh axes by number.
+    The result maps that dim to all of `axes`, mesh axes by number; it is empty if there is no such dim. `chosen` has
+    numbers of dim groups, `position` is the argument's.
     """
     tensor = model.graph.arguments[position]
     parts = math.prod(model.axis_sizes[a] for a in axes)
@@ -174,7 +190,7 @@ def split_by_group(
 def argument_baseline(model: Model, name: str, arguments: Mapping[int, Assignment]) -> Baseline | None:
     """Build a baseline from specs of arguments only; the results that replace them have the same specs.
 
-    The solver decides everything else. None if a tensor has no such spec.
+    The solver decides everything else. None if a tensor has no such spec. `arguments` maps argument positions to specs.
     """
     wanted = {model.graph.arguments[p]: spec for p, spec in arguments.items()}
     wanted |= {result: wanted[argument] for result, argument in model.structure.ties if argument in wanted}
@@ -233,14 +249,24 @@ def restricted(
 
 
 def _allow(model: Model, allowed: dict[int, NDArray[np.bool_]], tensor: int, spec: Assignment) -> bool:
-    """Restrict a tensor's cluster to one spec; return False if the cluster has no such state."""
+    """Restrict a tensor's cluster to one spec; return False if the cluster has no such state.
+
+    Adds the mask to `allowed`, or intersects it with the node's mask there. `spec` maps dims to axes.
+    """
     factors = model.structure.dims_of[tensor]
     by_factor = {factors[d]: axes for d, axes in spec.items() if axes}
     return allow_factors(model, allowed, model.structure.cluster_of[tensor], by_factor)
 
 
 def allow_factors(model: Model, allowed: dict[int, NDArray[np.bool_]], cluster: int, spec: Assignment) -> bool:
-    """Restrict a cluster to the one state in which `spec` splits its factors; return False if there is none."""
+    """Restrict a cluster to the one state in which `spec` splits its factors; return False if there is none.
+
+    - `allowed`: masks by node, to which the mask is added; a mask that is there is intersected.
+    - `cluster`: id of the cluster.
+    - `spec`: axes by factor; axes of size 1 are ignored, and all other axes split nothing.
+
+    Nothing changes if False is returned.
+    """
     node = model.cluster_node[cluster]
     state = np.full(len(model.axis_sizes), WHOLE, dtype=np.int64)
     for factor, axes in spec.items():
@@ -259,8 +285,8 @@ def baselines(model: Model, groups: Groups) -> list[Baseline]:
     They are data parallel, FSDP, spatial, Megatron tensor parallel and FSDP x TP, each TP with and without sequence
     parallelism. Spatial is for convolutions: the last axis splits the height of images, all others the batch.
 
-    The last mesh axis is for tensor parallelism, all axes before it are for data; a single axis is used for both. Axes
-    of size 1 are ignored.
+    Baselines that a batch or a parameter does not allow are left out. The last mesh axis is for tensor parallelism, all
+    axes before it are for data; a single axis is used for both. Axes of size 1 are ignored.
     """
     wide = wide_axes(model, range(len(model.axis_sizes)))
     data, tensor = (wide[:-1], wide[-1:]) if len(wide) > 1 else ((), wide)
@@ -287,7 +313,8 @@ def baselines(model: Model, groups: Groups) -> list[Baseline]:
 def left_out(model: Model, found: Sequence[str]) -> list[str]:
     """Return sentences about the usual baselines that are not among `found` (names), and the reasons.
 
-    The list is empty without parameters, and on one device, where all baselines are one plan.
+    The list is empty without parameters, and on one device, where all baselines are one plan. Baselines with
+    one reason share a sentence.
     """
     wide = wide_axes(model, range(len(model.axis_sizes)))
     if not split_parameters(model) or not wide:
@@ -336,7 +363,14 @@ def _append(found: list[Baseline], baseline: Baseline | None) -> None:
 
 
 def _spatial(model: Model, groups: Groups, data: Sequence[int], space: Sequence[int]) -> Baseline | None:
-    """Build the baseline that splits images over the batch and their first spatial dim, with whole parameters."""
+    """Build the baseline that splits images over the batch and their first spatial dim, with whole parameters.
+
+    None if the program has no images or no batch, if `space` is empty, or if no tensor can be split so.
+
+    - `groups`: dim groups of the program.
+    - `data`: axes that split the batch.
+    - `space`: axes that split the height.
+    """
     if not groups.space or groups.batch is None or not space:
         return None
     plain = restricted(model, groups, "spatial", {p: {} for p in split_parameters(model)}, Stream(data))

@@ -16,7 +16,10 @@ from autoshard.planning.xla.spatial_splits import Inner
 
 
 def _called(work: OpWork, size: Seconds) -> Seconds:
-    """Return the bytes that a custom call states, those of its busiest shard; `size` if it states none."""
+    """Return the bytes of memory traffic that a custom call states, those of its busiest shard, [states].
+
+    A call that states none has `size`, the bytes of its operands and results.
+    """
     call, rule = work.op.opaque, work.op.rule
     if call is None or rule is None or not call.traffic:
         return size
@@ -33,7 +36,11 @@ def _busiest(op: Op, states: States) -> Seconds:
 
 
 def _attention_seconds(work: OpWork, size: Seconds, fused: Seconds) -> Seconds:
-    """Return the seconds of a known attention kernel."""
+    """Return the seconds of a known attention kernel on the busiest device, [states].
+
+    - `size`: bytes of its memory traffic.
+    - `fused`: further bytes that its fused operands read.
+    """
     op, compute, matmuls = work.op, work.compute, MATMULS[work.op.kind]
     assert op.rule is not None
     steps = op.steps * work.share()
@@ -44,12 +51,19 @@ def _attention_seconds(work: OpWork, size: Seconds, fused: Seconds) -> Seconds:
 
 
 def _call_seconds(work: OpWork, size: Seconds, fused: Seconds) -> Seconds:
-    """Return the seconds of a custom call."""
+    """Return the seconds of a custom call on the busiest device, [states]; `size` and `fused` as above."""
     return _shared_call_seconds(work, size + fused, work.sloped_share(), work.op.steps * work.share())
 
 
 def _shared_call_seconds(work: OpWork, size: Seconds, share: Seconds, steps: Seconds) -> Seconds:
-    """Return the seconds of a custom call, of whose work a device has a share if work is even."""
+    """Return the seconds of a custom call on the busiest device, [states].
+
+    - `size`: bytes of its memory traffic.
+    - `share`: share of the call's FLOPs on one device if work is even.
+    - `steps`: grid steps on one device if work is even.
+
+    A call that states a head size is priced as attention, any other as matrix work.
+    """
     op, compute = work.op, work.compute
     assert op.opaque is not None
     busiest = _busiest(op, work.states)
@@ -62,28 +76,28 @@ def _shared_call_seconds(work: OpWork, size: Seconds, share: Seconds, steps: Sec
 
 
 def _ring_call_seconds(work: OpWork, size: Seconds, fused: Seconds) -> Seconds:
-    """Return the seconds of a custom call in a ring, and of the accumulation of its turns."""
+    """Return the seconds of a custom call in all turns of a ring, and of the accumulation of the turns, [states]."""
     share, steps = ring_work(work.graph, work.op, work.states, work.axes)
     return _shared_call_seconds(work, size + fused, share, steps) + _turns(work)
 
 
 def _ring_attention_seconds(work: OpWork, size: Seconds, fused: Seconds) -> Seconds:
-    """Return the seconds of a known attention kernel in a ring, and of the accumulation of its turns."""
+    """Return the seconds of a known attention kernel in all turns of a ring, and of their accumulation, [states]."""
     return _attention_seconds(work, size, fused) + _turns(work)
 
 
 def _turns(work: OpWork) -> Seconds:
-    """Return the seconds for the accumulation of a ring's turns."""
+    """Return the seconds for the accumulation of a ring's turns, [states]; see `ring_seconds`."""
     return ring_seconds(work.graph, work.op, work.states, work.axes, work.compute)
 
 
 def _ring_memory(work: OpWork) -> NDArray[np.int64]:
-    """Return the bytes of a ring's tensors in transit and sums."""
+    """Return the bytes of a ring's tensors in transit, sums and permuted shards, [states]; see `ring_memory`."""
     return ring_memory(work.graph, work.op, work.states, work.axes)
 
 
 def _ring_permutes(work: OpWork, busy: Seconds, collectives: Collectives) -> list[Inner]:
-    """Return the permutes of a ring."""
+    """Return the permutes of a ring whose compute takes `busy` seconds, [states]; see `ring_permutes`."""
     return ring_permutes(work.graph, work.op, work.states, work.axes, busy, collectives)
 
 
@@ -97,7 +111,10 @@ The TPU compiler's schedule copies both to and from a layout of whole rows, and 
 
 
 def _exchanged(work: OpWork, size: Seconds) -> Seconds:
-    """Return the bytes of a ragged exchange, in all its passes."""
+    """Return the bytes of memory traffic of a ragged exchange, [states].
+
+    On backends with tiled arrays, states that exchange rows make `_PASSES` passes.
+    """
     exchanges = (work.states == _EXCHANGED).any(axis=1)
     tiled = work.compute.topology.traits.tiled
     return _called(work, size) * np.where(exchanges & tiled, _PASSES, 1.0)
@@ -106,7 +123,8 @@ def _exchanged(work: OpWork, size: Seconds) -> Seconds:
 def _exchanges(work: OpWork, busy: Seconds, collectives: Collectives) -> list[Inner]:
     """Return the all-to-all of a ragged exchange for every state; its duration is that of the busiest device's rows.
 
-    Devices that are threads of one machine have no ragged collective and send padded rows.
+    There is one all-to-all for each set of axes that splits the exchanged factor; `busy` is not used. Devices that are
+    threads of one machine have no ragged collective and send padded rows.
     """
     graph, op, states, axes = work.graph, work.op, work.states, work.axes
     assert op.rule is not None and op.opaque is not None
@@ -124,6 +142,7 @@ def _exchanges(work: OpWork, busy: Seconds, collectives: Collectives) -> list[In
 
 
 _CALL, _RING_CALL = "custom_call", "ring_call"
+"""Kinds of custom call other than `RAGGED`."""
 
 CALL_MODELS: Mapping[str, OpModel] = {
     **{
@@ -140,7 +159,10 @@ CALL_MODELS: Mapping[str, OpModel] = {
 
 
 def call_kind(op: Op) -> str:
-    """Return the key of an op in the table of models: its kind, or the kind of custom call that it is."""
+    """Return the key of an op in the table of models.
+
+    The key is the op's kind, or for an opaque call `ring_call`, `RAGGED` (an exchange on shards) or `custom_call`.
+    """
     if op.opaque is None:
         return op.kind
     if is_ring(op):

@@ -39,6 +39,7 @@ class Residency:
     """
 
     def __init__(self, graph: OpGraph, liveness: Liveness, chip: Chip) -> None:
+        """Compute `share` of every tensor; all are 0 for a chip without on-chip memory beyond `RESERVED`."""
         self.graph = graph
         self.taken_over_own = liveness.fused_operand_ratios
         self.stored_over_own = {
@@ -86,14 +87,20 @@ class Residency:
                     self.share[tensor] = min(read)
 
     def streamed(self, tensor: int, local_bytes: ArrayLike) -> NDArray[np.float64]:
-        """Return the main-memory bytes that take as long to transfer as `local_bytes` of a tensor do."""
+        """Return the main-memory bytes that take as long to transfer as `local_bytes` of a tensor do.
+
+        A shard within `share` of the tensor stays on the chip and counts less, by the ratio of bandwidths.
+        """
         local = np.asarray(local_bytes, dtype=np.float64)
         if not self.share[tensor]:
             return local
         return np.where(local <= self.share[tensor] * self.graph.tensors[tensor].bytes, local / self.ratio, local)
 
     def fused_operand_bytes(self, tensor: int, local_bytes: ArrayLike) -> NDArray[np.float64]:
-        """Return the bytes, beyond its operand's own, that a matmul reads to compute a fused operand."""
+        """Return the `streamed` bytes, beyond its operand's own, that a matmul reads to compute a fused operand.
+
+        `local_bytes` is the size of the operand's shard. The result is 0 for an operand without fused ops.
+        """
         return self.streamed(tensor, local_bytes) * (self.taken_over_own.get(tensor, 1.0) - 1.0)
 
     def stored_bytes(self, tensor: int, local_bytes: ArrayLike) -> NDArray[np.float64]:
@@ -105,7 +112,11 @@ class Residency:
 
 
 def _candidates(graph: OpGraph, liveness: Liveness) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (bytes, tensor, start, stop) of every tensor that is no argument or result and that no loop carries."""
+    """Yield (bytes, tensor, start, stop) of every tensor that may stay on the chip, of its whole size.
+
+    Arguments, results, tensors in the host's memory and tensors that a loop carries may not. Buffers of fused softmaxes
+    are included.
+    """
     excluded = {*graph.arguments, *graph.results, *liveness.hosted}
     excluded.update(t for loop in graph.loops for c in loop.carries for t in (c.init, c.body, c.update, c.result))
     for tensor, start, stop in liveness.buffers:
@@ -122,6 +133,7 @@ Channel = tuple[int, str]
 """(block, resource): the resource is `compute` or the name of a link; the block is a loop, -1 for the top level."""
 
 EXPOSED: Channel = (-2, "exposed")
+"""Channel of communication that compute waits for, of all blocks together."""
 
 HOST = "host memory"
 """Resource of host memory traffic, which overlaps with compute as a link of its own does."""
@@ -132,9 +144,13 @@ class MemoryTerm:
     """Bytes that are live on every device during [start, stop), for each alternative of a node."""
 
     kind: str
+    """Kind of memory, as in `Prediction.memory`."""
     start: int
+    """Number of the op at which the bytes become live."""
     stop: int
+    """Number of the first op at which they are no longer live."""
     usage: NDArray[np.int64]
+    """Bytes on one device, [states]."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -150,8 +166,11 @@ class Node:
     has_memory: NDArray[np.bool_]
     """For a copy, a mask of the alternatives with memory of their own; True for other nodes."""
     time: dict[Channel, Seconds]
+    """Seconds in one step by channel, [states]."""
     memory: tuple[MemoryTerm, ...]
+    """Bytes of each alternative over the program."""
     name: str
+    """Name of the cluster's main tensor, of the op or of the copied tensor, for readers."""
     inner: tuple[Inner, ...] = ()
     """Collectives of one execution inside an op; their time is in `time`, exposed."""
     launches: Mapping[int, float] = dataclasses.field(default_factory=dict)
@@ -163,12 +182,16 @@ class Reshard:
     """Reshard of a tensor between two nodes, with the collectives that each pair of alternatives needs."""
 
     source: int
+    """Node in whose spec the tensor is computed or stored."""
     target: int
+    """Node in whose spec the tensor is consumed or stored."""
     tensor: int
     op: int
     """Op that the tensor enters or leaves; -1 for a tie."""
     block: int
+    """Loop in which the reshard runs, -1 for the top level."""
     trips: float
+    """Number of executions in one step."""
     overlap: str
     """An `Overlap`: how the reshard may be hidden; `reshard_overlap` refines it for chosen alternatives."""
     rows: NDArray[np.int64]
@@ -180,6 +203,7 @@ class Reshard:
     forbidden: NDArray[np.bool_] | None
     """Mask of the pairs of rows and columns that are not allowed; None if all are."""
     path: "Path"
+    """States of the tensor at both ends; `rows` and `columns` count its `source` and `target`."""
     narrow: NDArray[np.bool_] | None = None
     """Mask of the matmul's alternatives that compute too little to pipeline the reshard into them; None for none."""
 
@@ -197,10 +221,13 @@ class Path:
     factors: tuple[int, ...]
     """Sizes that `source` and `target` refer to: of factors that the op between passes on, or of the tensor's dims."""
     source: States
+    """Distinct states at the source, over `factors`."""
     target: States
-    """States at the target, over `factors`, as `source` has those at the source."""
+    """Distinct states at the target, over `factors`, as `source` has those at the source."""
     itemsize: int
+    """Bytes of one element of the tensor."""
     reduce_itemsize: int
+    """Bytes of an element in sums of partial results."""
     collected: bool = False
     """True if partial results are gathered and combined, not summed."""
 
@@ -212,7 +239,7 @@ class Path:
 
 
 class Decisions(Protocol):
-    """Nodes and reshards, as `build_problem` needs them."""
+    """Nodes and reshards, as `build_problem` needs them; `fixed_bytes` are those that no choice changes."""
 
     @property
     def nodes(self) -> Sequence[Node]: ...
@@ -252,10 +279,12 @@ class Model:
 
     @property
     def axis_sizes(self) -> list[int]:
+        """Sizes of the mesh axes, major first."""
         return list(self.mesh.sizes)
 
     @property
     def axis_names(self) -> list[str]:
+        """Names of the mesh axes, major first."""
         return list(self.mesh.names)
 
 

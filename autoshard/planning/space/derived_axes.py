@@ -42,6 +42,7 @@ class AxisParts:
         """Return a mask of the allowed states; `sizes` has for each dim the size that axes must divide.
 
         Both parts split the same dim, as the axis would, unless one of them splits a dim that the whole axis cannot.
+        Such a dim's size divides by a part but not by the whole axis. `states` are over those dims, [states, axes].
         """
         whole = self.original.sizes[self.axis]
         parts = self.mesh.sizes[self.axis : self.axis + 2]
@@ -50,7 +51,7 @@ class AxisParts:
         return (outer == inner) | needs[outer] | needs[inner]
 
     def expand(self, states: States) -> States:
-        """Convert states over the original axes to states over the axes of `mesh`."""
+        """Convert states over the original axes to states over the axes of `mesh`, in which both parts split alike."""
         return np.insert(states, self.axis + 1, states[:, self.axis], axis=1)
 
     def allowed(
@@ -58,7 +59,7 @@ class AxisParts:
     ) -> dict[int, NDArray[np.bool_]]:
         """Convert masks of allowed alternatives from the original mesh to the mesh with the cut axis.
 
-        `before` and `after` are the models on these meshes.
+        `before` and `after` are the models on these meshes. A mask may be all False, if no state remains.
         """
         masks = {}
         for node, mask in allowed.items():
@@ -67,7 +68,10 @@ class AxisParts:
         return masks
 
     def choices(self, before: Model, after: Model, choices: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        """Convert choices from the original mesh to the mesh with the cut axis; None if a state is missing there."""
+        """Convert choices from the original mesh to the mesh with the cut axis; None if a state is missing there.
+
+        `before` and `after` are the models on these meshes.
+        """
         converted = []
         for old, new, choice in zip(before.nodes, after.nodes, choices.tolist(), strict=True):
             state = self.expand(old.states[choice : choice + 1])
@@ -80,6 +84,9 @@ class AxisParts:
 
 def find_axis_parts(graph: OpGraph, structure: Structure, groups: Groups, mesh: Mesh) -> AxisParts | None:
     """Return the cut of an axis that affects the most FLOPs; None if no dim needs one, or too few FLOPs do.
+
+    A dim needs a cut if only a part of an axis divides it; the part is the greatest common divisor. Less than the share
+    `LEAST_SHARE` of the program's FLOPs is too few.
 
     The batch may need a part of the first axis. A dim that splits an op into many equal ones (heads, experts) may need
     a part of another axis. It needs none if such an axis divides it; of equal axes the last is cut. Ops have further
@@ -110,12 +117,15 @@ def find_axis_parts(graph: OpGraph, structure: Structure, groups: Groups, mesh: 
 
 
 def _shared(rule: Rule) -> set[int]:
-    """Return the factors that every operand and result has."""
+    """Return the factors that every operand and result of an op has, as batch dims of a dot."""
     return set.intersection(*({f for dim in dims for f in dim} for dims in (*rule.operands, *rule.results)))
 
 
 def _of_call(rule: Rule, call: Opaque) -> set[int]:
-    """Return the factors that split a call into many equal ones; tables of a mask may lack them."""
+    """Return the factors that split a call into many equal ones; tables of a mask may lack them.
+
+    They are parallel, nowhere a minor factor of a merged dim, and work does not rise along them.
+    """
     minor = {f for dims in (*rule.operands, *rule.results) for dim in dims for f in dim[1:]}
     even = {f for f, kind in enumerate(rule.kinds) if kind is FactorKind.PARALLEL}
     return even - minor - {factor for factor, _ in call.triangular}
@@ -126,6 +136,7 @@ def refine(mesh: Mesh, groups: Groups, axis: int, part: int) -> AxisParts:
 
     - `groups`: dim groups of the program.
     - `axis`: number of the axis.
+    - `part`: divisor of the axis's size.
     """
     name, size = mesh.names[axis], mesh.sizes[axis]
     sizes: dict[str, int] = {}
@@ -138,7 +149,7 @@ def refine(mesh: Mesh, groups: Groups, axis: int, part: int) -> AxisParts:
 
 
 def axis_parts_of(groups: Groups, mesh: Mesh) -> AxisParts | None:
-    """Return the cut axis of a mesh, recognised by the names of its parts; None if no axis is cut."""
+    """Return the cut axis of a mesh, the first recognised by the names of its parts; None if no axis is cut."""
     whole = original_mesh(mesh.axes)
     if whole == mesh.axes:
         return None
@@ -148,7 +159,10 @@ def axis_parts_of(groups: Groups, mesh: Mesh) -> AxisParts | None:
 
 
 def _group(structure: Structure, groups: Groups, op_id: int, graph: OpGraph, factor: int) -> int | None:
-    """Return the dim group of an op's factor, if the factor alone makes up a dim of an operand or result."""
+    """Return the dim group of an op's factor by the first operand or result in which the factor alone makes up a dim.
+
+    None if there is none, or if the op has no rule.
+    """
     op = graph.ops[op_id]
     if op.rule is None:
         return None
@@ -185,20 +199,23 @@ class StageAxis:
     parts: AxisParts | None
     """Another axis of the mesh that is cut in two, None without one."""
     axis: int
+    """Number of the stage axis."""
     structure: Structure
+    """Clusters of the program's tensors."""
     of_factor: dict[tuple[int, int], int]
     """Dim group by (cluster, factor)."""
     stages: frozenset[int]
     """Dim groups that count stages."""
     batch: int | None
+    """Dim group of the batch; None without one."""
 
     def of_cluster(self, cluster: int, states: States) -> NDArray[np.bool_]:
-        """Return a mask of the allowed states over a cluster's factors."""
+        """Return a mask of the allowed ones among states over a cluster's factors, [states]; see `_kept`."""
         count = len(self.structure.clusters[cluster].sizes)
         return self._kept(states, [self.of_factor[(cluster, f)] for f in range(count)])
 
     def of_tensor(self, tensor: int, states: States) -> NDArray[np.bool_]:
-        """Return a mask of the allowed states over a tensor's dims."""
+        """Return a mask of the allowed ones among states over a tensor's dims, [states]; see `_kept`."""
         cluster = self.structure.cluster_of[tensor]
         return self._kept(
             states,
@@ -206,7 +223,7 @@ class StageAxis:
         )
 
     def of_op(self, op: Op, states: States) -> NDArray[np.bool_]:
-        """Return a mask of an op's allowed strategies."""
+        """Return a mask of an op's allowed strategies, [states]; all are allowed for an op without a rule."""
         if op.rule is None:
             return np.ones(len(states), dtype=bool)
         groups = [WHOLE] * len(op.rule.sizes)
@@ -221,7 +238,8 @@ class StageAxis:
     def _kept(self, states: States, groups: Sequence[int]) -> NDArray[np.bool_]:
         """Return a mask of the states in which the stage axis splits a stage dim, else the batch or nothing.
 
-        `groups` has the group of each dim. A rule that no state satisfies is dropped.
+        `groups` has the group of each dim or factor that states refer to, `WHOLE` for none. Without a stage dim, and
+        without a state that splits one, the second rule applies; if that fails too, every state is allowed.
         """
         for wanted, or_whole in ((self.stages, ()), ({self.batch} - {None}, (WHOLE,))):
             dims = [d for d, group in enumerate(groups) if group in wanted]
@@ -245,7 +263,8 @@ def with_stages(meshes: Iterable[Mesh], stages: int) -> tuple[Mesh, ...]:
     """Return the meshes that have an axis of `stages` devices, with this axis renamed to `stage`.
 
     If several axes of a mesh have this size, they use different links, and each is offered. Meshes whose stages are
-    slices are first: stages exchange little, and all other communication then uses the fast links of a slice.
+    slices are first: stages exchange little, and all other communication then uses the fast links of a slice. Axes of
+    one device are dropped, and the other axes have the names of all but the last, in order.
     """
     staged: dict[tuple[object, ...], Mesh] = {}
     for mesh in meshes:

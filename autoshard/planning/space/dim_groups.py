@@ -10,6 +10,7 @@ from autoshard.planning.xla.axis_assignments import WHOLE, States, relabel
 from autoshard.program import WEIGHTS, Program, Role
 
 
+# Name of a dim group and the parameters' names that suggest it, the most specific first.
 _HINTS = (
     (
         "vocabulary",
@@ -29,12 +30,21 @@ class Groups:
     of_factor: dict[tuple[int, int], int]
     """Dim group by (cluster, factor)."""
     sizes: dict[int, int]
-    """Smallest size among a group's factors, which an axis must divide to split the whole group evenly."""
+    """Smallest size among a group's factors, which an axis must divide to split the whole group evenly.
+
+    Groups that no axis may split are absent.
+    """
     names: dict[int, str]
+    """Name of each group in `sizes`: `batch`, `sequence`, `hidden`, `stage`, `image height`, `heads` or such.
+
+    A group that no rule names is `dim of` its first parameter, or empty without a parameter.
+    """
     parameters: dict[int, tuple[int, ...]]
     """Argument positions of the parameters with a dim of the group."""
     batch: int | None
+    """Group of the first dim of the first batch argument with such a group; None without one."""
     sequence: int | None
+    """Group of the second dim of a batch argument, if no parameter has it; None without one."""
     hidden: int | None
     """Group that most parameters share (that of the residual stream), None without one."""
     space: tuple[int, ...] = ()
@@ -45,21 +55,27 @@ class _Ties:
     """Union-find over numbered items; the first item of a set represents the set."""
 
     def __init__(self, count: int) -> None:
+        """Create `count` sets of one item each."""
         self.of = list(range(count))
 
     def find(self, thing: int) -> int:
+        """Return the first item of the set of `thing`, and shorten the way to it."""
         of = self.of
         while of[thing] != thing:
             of[thing] = thing = of[of[thing]]
         return thing
 
     def join(self, a: int, b: int) -> None:
+        """Merge the sets of two items; the first of all items then represents both."""
         first, second = self.find(a), self.find(b)
         self.of[max(first, second)] = min(first, second)
 
 
 def find_groups(program: Program, graph: OpGraph, structure: Structure) -> Groups:
-    """Find the dim groups of a program: factors that ops tie; the major factor represents a merged dim."""
+    """Find the dim groups of a program: cluster factors that ops, and ties of results to arguments, join.
+
+    Groups are numbered in the order of the clusters. The first factor above size 1 represents a merged dim.
+    """
     # Items of the union-find: the factors of all clusters, then those of all ops.
     clusters = list(itertools.accumulate((len(each.sizes) for each in structure.clusters), initial=0))
     ops = list(itertools.accumulate((len(op.rule.sizes) if op.rule else 0 for op in graph.ops), initial=clusters[-1]))
@@ -110,7 +126,11 @@ def _describe(
     of_factor: dict[tuple[int, int], int],
     sizes: dict[int, int],
 ) -> Groups:
-    """Identify the batch, sequence and hidden groups, and name all groups."""
+    """Identify the batch, sequence and hidden groups, and name all groups in `sizes`.
+
+    - `of_factor`: dim group by (cluster, factor).
+    - `sizes`: smallest size of each group that may be split.
+    """
     holders: dict[int, list[int]] = {}
     weight: dict[int, int] = {}
     matrices: dict[int, int] = {}
@@ -158,7 +178,10 @@ def _describe(
 
 
 def _space(graph: OpGraph, structure: Structure, of_factor: dict[tuple[int, int], int]) -> dict[int, str]:
-    """Return the groups of dims along which convolutions and pools slide, with the names of such image dims."""
+    """Return the groups of dims along which convolutions and pools slide, with the names of such image dims.
+
+    Names are `length` for one spatial dim, `image height` and `image width` for two, with `depth` first for three.
+    """
     words = {1: ("length",), 2: ("image height", "image width"), 3: ("depth", "image height", "image width")}
     name_of: dict[int, str] = {}
     for op in graph.ops:
@@ -195,7 +218,10 @@ def _shifted(graph: OpGraph, structure: Structure, of_factor: dict[tuple[int, in
 
 
 def _hint(names: list[str]) -> str:
-    """Return the name that more than half of the parameters suggest for their common dim."""
+    """Return the first name in `_HINTS` that more than half of the parameters' names suggest for their common dim.
+
+    Without one it is `dim of` the first parameter; it is empty without parameters.
+    """
     for word, pattern in _HINTS:
         if names and sum(bool(pattern.search(name)) for name in names) * 2 > len(names):
             return word
@@ -203,7 +229,11 @@ def _hint(names: list[str]) -> str:
 
 
 def factor_states(states: States, dims: Sequence[Sequence[int]]) -> States:
-    """Convert states over an op's factors to states over the dims of one of its tensors; other factors are dropped."""
+    """Convert states over an op's factors to states over the dims of one of its tensors; axes on others are `WHOLE`.
+
+    - `states`: factor that each mesh axis splits, [states, axes].
+    - `dims`: factors of each of the tensor's dims.
+    """
     count = int(states.max(initial=0)) + 1
     mapping = [WHOLE] * max(count, max((f + 1 for dim in dims for f in dim), default=0))
     for dim, factors in enumerate(dims):

@@ -42,8 +42,12 @@ class Uses:
     context: Sequence[int] = ()
     """Axes of context parallelism: sequences and parameters are split."""
     expert_count: int = 0
+    """Number of experts in a layer, 0 for a model without."""
     spreads_state: bool = False
-    """True if the optimizer state is spread over `copies`, whose parameters are whole (ZeRO-1)."""
+    """True if the optimizer state is spread over `copies` alone, whose parameters are whole (ZeRO-1).
+
+    The new parameters are computed in that spec too.
+    """
     exchange: str = "auto"
     """Exchange of queries, keys and values over `context`; with `heads`, heads are split in attention."""
     on_width: bool = False
@@ -57,6 +61,9 @@ class Uses:
 
 def stated(model: Model, groups: Groups, name: str, uses: Uses) -> Baseline | None:
     """Build the sharding that a run's author states; None if the program's sizes do not allow it.
+
+    This is so if `tensor` has no dim to split, if experts or the batch do not divide, or if heads cannot be exchanged.
+    A tensor without the stated spec also gives None.
 
     - `groups`: dim groups of the program.
     - `name`: name of the result.
@@ -99,10 +106,11 @@ def stationary(
 ) -> Baseline | None:
     """Build a serving step with stationary weights (Pope et al. 2022); None if the program's sizes do not allow it.
 
+    - `name`: name of the result.
     - `width`: axes that split the model's width.
     - `inner`: axes that split ffn and heads.
     - `by_batch`: if True, both split the cache by sequences. Otherwise `inner` splits the cache by heads if it divides
-      them.
+      them, and else the cache is whole.
     """
     parts = math.prod(model.axis_sizes[a] for a in inner)
     chosen = tensor_parallel_groups(model, groups, parts)
@@ -125,7 +133,7 @@ def stationary(
 
 
 def _expert_groups(model: Model, groups: Groups, count: int) -> set[int]:
-    """Return the dim groups that count experts: those of size `count` in the experts' parameters."""
+    """Return the dim groups that count experts: those of size `count` in parameters with `.experts.` in their names."""
     expert_groups = set()
     for tensor, argument in zip(model.graph.arguments, model.program.arguments, strict=True):
         if argument.role in WEIGHTS and ".experts." in argument.name:
@@ -146,12 +154,15 @@ class _Held:
     """Experts, which `experts` splits; these axes split the batch of tensors without experts."""
     uses: Uses
     batch: int
+    """Dim group of the batch, -1 without one."""
     sequence: int | None
+    """Dim group of the sequence."""
 
     def spec(self, batch: int, of: Mapping[int, int]) -> dict[int, Sequence[int]] | None:
         """Return the axes that split each factor; None if `tensor` would not split exactly one dim.
 
-        `of` maps dim groups to factors.
+        `batch` is the dim group of the batch. `of` maps dim groups to factors of a cluster or op. Without dims that
+        `tensor` splits in the run, no dim needs to be split by it.
         """
         inner = sorted(self.chosen & set(of))
         if self.chosen and len(inner) != 1:
@@ -166,7 +177,10 @@ class _Held:
         return spec
 
     def attending(self, attention: Attention, of: Mapping[int, int]) -> dict[int, Sequence[int]] | None:
-        """Return the same for an attention: `context` splits its queries, or its key-value heads if exchanged."""
+        """Return the axes that split each factor of an attention, as `spec` does; None if `spec` gives None.
+
+        `context` splits the queries' sequence, or the key-value heads if heads are exchanged.
+        """
         spec = self.spec(self.batch, {group: factor for group, factor in of.items() if group != self.sequence})
         if spec is None:
             return None
@@ -186,8 +200,9 @@ def _hold_inner(
     parallelism, or gather the activations of few tokens in place of FSDP's weights. The head's matmuls are restricted
     only with `Uses.holds_head`.
 
-    If heads are exchanged for the sequence, attention has its heads split, and tensors around it are free. Returns
-    False if the heads do not divide.
+    If heads are exchanged for the sequence, attention has its heads split, and tensors around it are free. Masks are
+    added to `allowed`; a matmul or cluster without the stated state stays free. Returns False if the heads do not
+    divide, else True.
     """
     attentions = {each.op: each for each in find_attentions(model.graph)} if run.uses.context else {}
     exchanged = run.uses.exchange == "heads"
@@ -219,7 +234,10 @@ def _hold_inner(
 
 
 def groups_of_op(model: Model, groups: Groups, op_id: int) -> dict[int, int]:
-    """Return the factor of a heavy op for each dim group of its operands and results."""
+    """Return the factor of a heavy op for each dim group of its operands and results; empty without a rule.
+
+    Merged dims do not count. The first factor counts if a group has several.
+    """
     op, structure = model.graph.ops[op_id], model.structure
     if op.rule is None:
         return {}
@@ -232,11 +250,15 @@ def groups_of_op(model: Model, groups: Groups, op_id: int) -> dict[int, int]:
     return factor_of
 
 
+# Name of a stack of layers inside the layers of a stage.
 _STAGED_STACK = re.compile(r"(?:^|\.)layers(?:\.\d+)?\.(?:\*|\[\d+:\])\.")
 
 
 def without_axis(model: Model, axis: int) -> Model:
-    """Return the model with one axis hidden: the same alternatives, whose states show the axis as splitting nothing."""
+    """Return a copy of the model in which the states show one axis (a number) as splitting nothing.
+
+    Alternatives retain their numbers, so several may have equal states.
+    """
     nodes = []
     for node in model.nodes:
         states = node.states.copy()

@@ -32,7 +32,7 @@ FOLDED_OPS = frozenset(
 
 
 def _gathered(op: Op) -> tuple[Side, Side]:
-    """Return the gathered rows as read and written: a gather does not read the whole table."""
+    """Return the results twice, as read and as written: a gather reads only the gathered rows of its table."""
     _, results = sides(op)
     return results, results
 
@@ -44,7 +44,10 @@ def _scattered(op: Op) -> tuple[Side, Side]:
 
 
 def _in_bursts(work: OpWork, size: Seconds) -> Seconds:
-    """Return the bytes of a gather, which reads every slice in whole memory bursts."""
+    """Return the bytes of a gather, which reads every slice in whole memory bursts and copies padded tables, [states].
+
+    `size` has the bytes of the rows read and written.
+    """
     return _relaid(work, size + _burst_waste(work) if work.op.rule is not None else size)
 
 
@@ -63,18 +66,18 @@ def _burst_waste(work: OpWork) -> Seconds:
 
 
 def _relaid(work: OpWork, size: Seconds) -> Seconds:
-    """Return the bytes of a gather or scatter, with the padded copies of its table and updates."""
+    """Return `size`, the bytes of a gather or scatter, plus the traffic of padded copies of its table and updates."""
     return size + relaid_bytes(work.graph, work.op, work.states, work.axes, work.backend)
 
 
 def _padded_memory(work: OpWork) -> NDArray[np.int64]:
-    """Return the bytes of the padded copies of a gather's or scatter's table and updates."""
+    """Return the bytes that the padded copies of a gather's or scatter's table and updates occupy, [states]."""
     where = (work.graph, work.op, work.states, work.axes, work.backend)
     return (padded_tables(*where) + padded_rows(*where)).astype(np.int64)
 
 
 def _sort_seconds(work: OpWork, size: Seconds) -> Seconds:
-    """Return the seconds of a sort along one dim."""
+    """Return the seconds of a sort along one dim, [states]; `size` has the bytes of its memory traffic."""
     graph, op = work.graph, work.op
     first = graph.tensors[op.operands[0]]
     elements: Seconds | int = first.elements
@@ -84,7 +87,7 @@ def _sort_seconds(work: OpWork, size: Seconds) -> Seconds:
 
 
 def _sorted_length(graph: OpGraph, op: Op) -> int:
-    """Return the size of the sorted dim: the dim that needs replication, else the last."""
+    """Return the size of the sorted dim: the largest that must stay whole, else the last."""
     whole = (
         []
         if op.rule is None
@@ -96,13 +99,16 @@ def _sorted_length(graph: OpGraph, op: Op) -> int:
 
 
 def _cumulative_seconds(work: OpWork, size: Seconds) -> Seconds:
-    """Return the seconds of a cumulative op or pool; each copy is read and written, and is summed in two steps."""
+    """Return the seconds of a cumulative op or pool, bound by memory traffic, [states].
+
+    Each copy is read and written, and is summed in two steps: three times the traffic `size` for each.
+    """
     copies = cumulative_copies(work.graph, work.op, work.backend)
     return streamed_seconds(work, size * (3 * copies if copies else 1))
 
 
 def _scratch_memory(work: OpWork) -> NDArray[np.int64]:
-    """Return the bytes of a sort's or cumulative op's copies."""
+    """Return the bytes that a sort's or cumulative op's copies occupy, [states]; 0 on backends that sort in place."""
     graph, op = work.graph, work.op
     scratch = scratch_itemsize(graph, op, work.backend)
     if not scratch:
@@ -121,7 +127,9 @@ _FLOAT32 = 6
 
 
 def _fft_seconds(work: OpWork, size: Seconds) -> Seconds:
-    """Return the seconds of an fft; a TPU multiplies by matrices, one dim after the other.
+    """Return the seconds of an fft, [states]; a TPU multiplies by matrices, one dim after the other.
+
+    Other backends, and an fft without a rule, are bound by the memory traffic of `size` bytes.
 
     Real and imaginary parts are multiplied separately. A complex product takes three real products, a product with real
     input two. Each stage reads and writes all elements, and two stages have layout changes around them.
@@ -150,7 +158,14 @@ def _fft_seconds(work: OpWork, size: Seconds) -> Seconds:
 
 
 def _dot_seconds(work: OpWork, size: Seconds, fused: Seconds) -> Seconds:
-    """Return the seconds of a dot."""
+    """Return the seconds of a dot, [states].
+
+    A dot that is a sum is bound by the traffic of `size` bytes, unless the backend packs blocks. Higher precision adds
+    passes.
+
+    - `size`: bytes of memory traffic.
+    - `fused`: further bytes that fused operands read.
+    """
     op, compute, further = work.op, work.compute, work.further_passes
     assert op.rule is not None
     m, n, k, batch = _matmul_sizes(work)
@@ -164,7 +179,7 @@ def _dot_seconds(work: OpWork, size: Seconds, fused: Seconds) -> Seconds:
 
 
 def _matmul_sizes(work: OpWork) -> tuple[Seconds, ...]:
-    """Return the local m, n, k and batch of a dot, each [states]."""
+    """Return the local sizes m (left only), n (right only), k (contracted) and batch of a dot, each [states]."""
     rule, states, axes = work.op.rule, work.states, work.axes
     assert rule is not None
     left, right = ({f for dim in dims for f in dim} for dims in rule.operands[:2])
@@ -179,7 +194,11 @@ def _matmul_sizes(work: OpWork) -> tuple[Seconds, ...]:
 
 
 def _convolution_seconds(work: OpWork, size: Seconds, fused: Seconds) -> Seconds:
-    """Return the seconds of a convolution."""
+    """Return the seconds of a convolution on the busiest device, [states].
+
+    - `size`: bytes of memory traffic.
+    - `fused`: further bytes that fused operands read.
+    """
     share, steps = work.sloped_share(), work.op.steps * work.share()
     return matrix_seconds(work, size + fused, share, steps, _convolution_efficiency(work))
 
@@ -216,15 +235,20 @@ OP_MODELS: Mapping[str, OpModel] = {
 }
 """Models by kind of op, and by kind of custom call."""
 _OTHER = OpModel()
+"""Model of all other ops."""
 
 
 def model_of(op: Op) -> OpModel:
-    """Return the model of an op."""
+    """Return the model of an op by its `call_kind`; the default model for kinds that `OP_MODELS` lacks."""
     return OP_MODELS.get(call_kind(op), _OTHER)
 
 
 def heavy_seconds(work: OpWork) -> Seconds:
-    """Return the roofline seconds of one execution in every state: local matrix work against local memory traffic."""
+    """Return the roofline seconds of one execution, [states]: local matrix work against local memory traffic.
+
+    Ops that compilers fold into fusions (`FOLDED_OPS`) take none. An op without FLOPs or without a rule is priced by
+    `OpModel.streamed`. Scalars have no traffic.
+    """
     graph, op, residency, model = work.graph, work.op, work.residency, model_of(work.op)
     if op.kind in FOLDED_OPS:
         return work.zeros

@@ -16,7 +16,8 @@ from autoshard.planning.xla.spatial_splits import even_halos, near_shifts
 def heavy_strategies(graph: OpGraph, op: Op, axes: Sequence[int], backend: str) -> States:
     """Return the strategies of an op: the factor that each mesh axis splits, [strategies, axes].
 
-    `axes` has the sizes of the mesh axes. An op without a rule has one strategy, in which everything is whole.
+    `axes` has the sizes of the mesh axes. An op without a rule has one strategy, in which everything is whole. A call
+    that runs on shards has only even splits, in the order of `_in_turn`. Halos must fit into the next shard.
     """
     if op.rule is None:
         return np.full((1, len(axes)), WHOLE, dtype=np.int64)
@@ -45,7 +46,11 @@ def _in_turn(rule: Rule, states: States, axes: Sequence[int], apart: bool) -> ND
 
 
 def result_states(op: Op, states: States, result: int) -> States:
-    """Convert an op's strategies to the states of one result before any reduction: over its dims, with partial sums."""
+    """Convert an op's strategies to the states of one result before any reduction: over its dims, with partial sums.
+
+    `result` is the position among the op's results. An axis that splits a reduced factor f has the value `PARTIAL - f`,
+    or `PARTIAL` for an op with halos or groups. Everything is whole for an op without a rule.
+    """
     if op.rule is None:
         return np.full_like(states, WHOLE)
     # A manual region (`mlir.insert_regions`) does all reductions of an op together.

@@ -21,6 +21,7 @@ class OpWork:
 
     graph: OpGraph
     op: Op
+    """Heavy op that is executed."""
     states: States
     """Factor that each mesh axis splits, [states, axes]."""
     axes: Sequence[int]
@@ -39,17 +40,20 @@ class OpWork:
 
     @property
     def zeros(self) -> Seconds:
-        """Nothing in every state, [states]."""
+        """Array of zeros, [states]."""
         return np.zeros(len(self.states))
 
     @property
     def dtype(self) -> str:
-        """Dtype in which most of the op's FLOPs multiply."""
+        """Dtype in which most of the op's FLOPs multiply: that which a call states, else that of the first operand."""
         return (self.op.opaque.dtype if self.op.opaque else "") or self.graph.tensors[self.op.operands[0]].dtype
 
     @property
     def further_passes(self) -> int:
-        """Passes beyond the first that a matrix unit which multiplies in bfloat16 needs for a higher precision."""
+        """Passes beyond the first that a matrix unit which multiplies in bfloat16 needs for a higher precision.
+
+        It is 0 on other devices.
+        """
         return self.op.passes - 1 if self.compute.topology.traits.rounds_operands else 0
 
     def share(self) -> Seconds:
@@ -78,14 +82,14 @@ Side = Sequence[tuple[int, tuple[tuple[int, ...], ...]]]
 
 
 def sides(op: Op) -> tuple[Side, Side]:
-    """Return the operands, which are read, and the results, which are written."""
+    """Return the operands, which are read, and the results, which are written, with the factors of their dims."""
     operands = [(t, op.rule.operands[k] if op.rule else ()) for k, t in enumerate(op.operands)]
     results = [(t, op.rule.results[k] if op.rule else ()) for k, t in enumerate(op.results)]
     return operands, results
 
 
 def _moved(work: OpWork, size: Seconds) -> Seconds:
-    """Return the bytes of operands and results, and of the copies that have halos."""
+    """Return `size`, the bytes of operands and results, plus the traffic of the copies that have halos, [states]."""
     if not work.op.halos or work.op.rule is None:
         return size
     # A shard is copied into a buffer with its halos: one read and one write.
@@ -94,19 +98,31 @@ def _moved(work: OpWork, size: Seconds) -> Seconds:
 
 
 def streamed_seconds(work: OpWork, size: Seconds) -> Seconds:
-    """Return the seconds of an op that is bound by memory traffic."""
+    """Return the seconds of an op that is bound by memory traffic of `size` bytes, [states]."""
     return work.compute.op_seconds(work.zeros, size)
 
 
 def _busy_seconds(work: OpWork, size: Seconds, fused: Seconds) -> Seconds:
-    """Return the seconds of an op on the matrix unit: matrix work against memory traffic."""
+    """Return the seconds of an op on the matrix unit of the busiest device, [states].
+
+    - `size`: bytes of memory traffic.
+    - `fused`: further bytes that fused operands read.
+    """
     return matrix_seconds(work, size + fused, work.sloped_share(), work.op.steps * work.share())
 
 
 def matrix_seconds(
     work: OpWork, size: Seconds, share: Seconds, steps: Seconds, efficiency: Seconds | None = None
 ) -> Seconds:
-    """Return the seconds of a share of the op's FLOPs, and of so many steps of its kernel's grid."""
+    """Return the seconds of a share of the op's FLOPs against memory traffic, plus those of its grid steps, [states].
+
+    - `size`: bytes of memory traffic.
+    - `share`: share of the op's FLOPs on one device, 0 to 1.
+    - `steps`: grid steps of the kernel on one device.
+    - `efficiency`: share of the matrix unit's peak; None for the chip's own figure.
+
+    Passes for a higher precision are added.
+    """
     op, compute, further = work.op, work.compute, work.further_passes
     busy = compute.op_seconds(op.flops * share, size, work.dtype, efficiency)
     if further:
@@ -115,7 +131,7 @@ def matrix_seconds(
 
 
 def no_memory(work: OpWork) -> NDArray[np.int64]:
-    """Return no bytes in every state."""
+    """Return 0 bytes in every state, [states]."""
     return np.zeros(len(work.states), dtype=np.int64)
 
 

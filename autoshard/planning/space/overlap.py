@@ -20,12 +20,19 @@ class Overlap(enum.StrEnum):
     """Reason why a reshard may be hidden."""
 
     NONE = "none"
+    """No overlap: all of the reshard is exposed."""
     PARAMETERS = "parameters"
+    """Wait for parameters only, so the reshard may begin early."""
     GRADIENTS = "gradients"
+    """Sum of a gradient, which only the update waits for."""
     MATMUL = "matmul"
+    """Operand or result of a matmul, into which the reshard may be pipelined."""
     GRADIENTS_AT_MATMUL = "gradients at a matmul"
+    """Sum of a gradient that is also a matmul's result."""
     NETWORK = "the network alone"
+    """Hidden only if all of it crosses the network between slices."""
     NETWORK_AT_MATMUL = "the network alone, at a matmul"
+    """Hidden as for `NETWORK`, or pipelined into a matmul within a slice."""
 
 
 AT_NARROW = {
@@ -74,14 +81,23 @@ def macs_per_element(op: Op, side: int, states: States, axes: Sequence[int]) -> 
 
 
 def hidden_share(collectives: Collectives, overlap: Overlap, kind: str, axes: Sequence[str], size: float) -> float:
-    """Return the share of a collective of `size` bytes over mesh axes that overlaps with compute."""
+    """Return the share (0 to 1) of a collective's seconds that overlaps with compute.
+
+    - `overlap`: how it may be hidden.
+    - `kind`, `axes`: kind of collective and mesh axes of its group.
+    - `size`: bytes as `Collectives.time` counts them.
+    """
     shares = hiding_shares(collectives.calibration, hiding_figures(collectives, overlap, kind, axes))
     seconds, least = (collectives.time(kind, tuple(axes), what) for what in (size, 0.0))  # type: ignore[arg-type]
     return float(hidden_seconds(shares, seconds, least) / seconds) if seconds else shares[0]
 
 
 def hiding_figures(collectives: Collectives, overlap: Overlap, kind: str, axes: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the calibration figures that hide a collective (`Charge.hides`); none if it is exposed."""
+    """Return the names of the calibration figures that hide a collective (`Charge.hides`); none if it is exposed.
+
+    Collectives over the network alone, except those at a plain matmul, have a figure of their own. A gather or
+    reduce-scatter at a matmul is also pipelined if its group is small enough, in a loop and within a slice.
+    """
     if not collectives.can_overlap or overlap is Overlap.NONE:
         return ()
     mesh = collectives.mesh
@@ -102,7 +118,7 @@ def hiding_figures(collectives: Collectives, overlap: Overlap, kind: str, axes: 
 def _is_looped(mesh: Mesh, axes: Sequence[str]) -> bool:
     """Return True if a TPU compiler walks a group in a loop of permutes.
 
-    A pair, and a square of two by two chips, is not looped.
+    A pair, and a square of two by two chips, is not looped. Devices of other compilers always give True.
     """
     if not mesh.topology.traits.compiles_ahead:
         return True
@@ -123,7 +139,8 @@ def lanes(
 ) -> dict[Channel, float]:
     """Return the channels that a collective of `size` bytes occupies, with the share of its seconds in each.
 
-    An axis of one device has no links.
+    The hidden share goes to each axis's link, the rest to `EXPOSED`; channels with no share are left out. An axis of
+    one device has no links.
 
     - `link_of`: name of the links by mesh axis.
     - `overlap`: how the collective may be hidden.
@@ -138,7 +155,7 @@ def lanes(
 
 
 def alone_between_loops(graph: OpGraph, structure: Structure, read: Set[int], written: Set[int]) -> frozenset[int]:
-    """Return the ops that stand alone between loops of matmuls and so have no other weights' work to overlap with.
+    """Return the ids of ops that stand alone between loops of matmuls, without other weights' work to overlap with.
 
     Between two such loops of a block, the matmuls read at most one weight and write at most one. Ops after the last
     loop count only if there is a matmul among them: else they update weights, and the updates overlap with each other.

@@ -15,7 +15,11 @@ from autoshard.program import GPU_AUTO, HOSTS, LOSSLESS, Choices
 
 
 class PlanOptions(TypedDict, total=False):
-    """Options of `autoshard.plan` under the names that users write; `refine` and `sweep` accept them too."""
+    """Options of `autoshard.plan` under the names that users write; `refine` and `sweep` accept them too.
+
+    They are those of `Options`. The demands `pins`, `replicate`, `forbid`, `axis_only` and `pin_from`, as `read_asked`
+    reads them, stand for `asked`. `pin_from` is a plan or the path of one.
+    """
 
     mesh: str | Mapping[str, int] | None
     memory_limit: float | None
@@ -68,7 +72,8 @@ class Options:
 def read_options(topology: str, user_options: PlanOptions) -> Options:
     """Convert the options that a user wrote into a record, with defaults for absent ones.
 
-    Raises `UserError` for demands that cannot be read, and `TypeError` for an option that does not exist.
+    Raises `UserError` for demands that cannot be read and for values of a wrong type or out of range. Raises
+    `TypeError` for an option that does not exist, and for demands in addition to `asked`.
     """
     options: dict[str, Any] = dict(user_options)
     if unknown := sorted(set(options) - PlanOptions.__annotations__.keys()):
@@ -93,7 +98,7 @@ def read_options(topology: str, user_options: PlanOptions) -> Options:
 
 
 def _check_kinds(options: Options) -> None:
-    """Refuse values of a wrong type or out of range."""
+    """Raise `UserError` for a memory limit, time limit, seed, number of candidates or mesh of wrong type or range."""
     limit, seconds = options.memory_limit, options.time_limit
     if limit is not None and (not _is_number(limit, numbers.Real) or not 1 <= limit < 2**63):
         raise UserError(f"memory_limit is {limit!r}, expected the bytes of one device, a number from 1 up.")
@@ -108,6 +113,7 @@ def _check_kinds(options: Options) -> None:
 
 
 def _is_number(value: Any, kind: type) -> bool:
+    """Return True if a value is a number of the kind, an abstract class of `numbers`; booleans are none."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
@@ -123,7 +129,7 @@ class Limits:
     """Seed of the solver's local searches."""
 
     def share(self, part: float) -> "Limits":
-        """Return the limits with a part of the time."""
+        """Return the limits with `part` times the seconds."""
         return dataclasses.replace(self, seconds=part * self.seconds)
 
 
@@ -159,9 +165,13 @@ AUTO = "auto"
 
 
 def source_choices(options: Mapping[str, Any], topology: str) -> Choices:
-    """Return the values to choose from for each source option that is `auto`.
+    """Return the values to choose from for each source option that is `auto`, by name; empty if none is.
 
-    Raises `UserError` if `auto` contradicts another option.
+    - `options`: options of the source by name.
+    - `topology`: chips and their shape.
+
+    Microbatches without stages are those of `MICROBATCHES` that divide a given batch. Gradient groups that are open
+    have the value None alone. Raises `UserError` if `auto` contradicts another option.
     """
     choices: dict[str, tuple[Any, ...]] = {}
     if options.get("remat") == AUTO:
@@ -196,8 +206,9 @@ def source_choices(options: Mapping[str, Any], topology: str) -> Choices:
 def _part_choices(options: Mapping[str, Any], topology: str) -> dict[str, tuple[Any, ...]]:
     """Return the values of all `PARTS` if one of them is `auto` and there are stages, else nothing.
 
-    The number of stages is a divisor of the number of devices. Each stage has 1, 2, 4 or 8 microbatches, unless their
-    number is given. One stage without a schedule stands for no pipeline.
+    Open stages are the divisors of the number of devices up to `MOST_STAGES`. Each stage has 1, 2, 4 or 8 microbatches,
+    unless their number is given; numbers that do not divide a given batch are left out. One stage without a schedule
+    stands for no pipeline. Raises `UserError` for an open schedule without stages.
     """
     stages, schedule, count, batch = (options.get(name) for name in (*PARTS, "batch"))
     if schedule == AUTO and stages is None:
@@ -223,6 +234,9 @@ def _part_choices(options: Mapping[str, Any], topology: str) -> dict[str, tuple[
 
 def settled_options(options: Mapping[str, Any], topology: str) -> dict[str, Any]:
     """Return the options for `open_source`, with the attention kernel that the topology decides.
+
+    The option `preferred` is added: the kernel to use if `attention` is absent. The kernel `auto` becomes that of the
+    topology's chips, or `plain`.
 
     TPUs prefer their own kernel; GPUs use one if it is `auto`. On CPUs, which only imitate kernels, any kernel is
     allowed. Raises `UserError` for a kernel of other hardware.

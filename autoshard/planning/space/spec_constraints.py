@@ -22,6 +22,7 @@ class Demand:
     """Required spec of one tensor; axes are numbers of mesh axes, and axes of size 1 demand nothing."""
 
     tensor: int
+    """Number of the tensor in the graph."""
     dims: tuple[tuple[int, ...], ...]
     """Axes that must split each dim."""
     open: tuple[bool, ...]
@@ -33,7 +34,10 @@ class Demand:
 
 
 def allowed_states(structure: Structure, states: States, demand: Demand) -> NDArray[np.bool_]:
-    """Return a mask of the states of the tensor's cluster that satisfy a demand, [states]."""
+    """Return a mask of the states of the tensor's cluster that satisfy a demand, [states].
+
+    Other dims of the cluster, which the tensor lacks, are free.
+    """
     factors = structure.dims_of[demand.tensor]
     allowed = np.ones(len(states), dtype=bool)
     for factor, axes, is_open in zip(factors, demand.dims, demand.open, strict=True):
@@ -69,7 +73,7 @@ def program_demands(graph: OpGraph, structure: Structure, mesh: Mesh) -> list[De
 
 
 def _demand(graph: OpGraph, constraint: Constraint, mesh: Mesh) -> Demand:
-    """Return the demand of one constraint."""
+    """Return the demand of one constraint; raise `UserError` as `program_demands` does."""
     sharding, shape = constraint.sharding, graph.tensors[constraint.tensor].shape
     uses = [*sharding.dims, sharding.replicated, sharding.unreduced]
     for use in (use for dim in uses for use in dim):
@@ -88,18 +92,21 @@ def _demand(graph: OpGraph, constraint: Constraint, mesh: Mesh) -> Demand:
 
 
 def broken_demands(graph: OpGraph, structure: Structure, mesh: Mesh, state: Callable[[int], States]) -> list[Demand]:
-    """Return the program's demands that a choice violates; `state` returns the chosen row of a tensor's cluster."""
+    """Return the program's demands that a choice violates; raise `UserError` as `program_demands` does.
+
+    `state` returns the chosen state of a tensor's cluster, [1, axes].
+    """
     demands = program_demands(graph, structure, mesh)
     return [d for d in demands if not allowed_states(structure, state(d.tensor), d)[0]]
 
 
 def axis_numbers(mesh: Mesh, names: Iterable[str]) -> tuple[int, ...]:
-    """Convert names of mesh axes to numbers."""
+    """Convert names of mesh axes to numbers; raise `ValueError` for a name that the mesh lacks."""
     return tuple(mesh.names.index(name) for name in names)
 
 
 def _check_axis(use: AxisUse, where: str, mesh: Mesh) -> None:
-    """Refuse an axis that the mesh lacks, and a part of an axis."""
+    """Raise `UserError` for an axis that the mesh lacks, and for a part of an axis; `where` names the constraint."""
     if use.name not in mesh.names:
         raise UserError(
             f"{where} names the axis `{use.name}`, but the mesh has {mesh_text(mesh)}: "
@@ -115,7 +122,7 @@ def _check_axis(use: AxisUse, where: str, mesh: Mesh) -> None:
 def checked_dims(
     why: str, shape: Sequence[int], dims: Sequence[Sequence[int]], mesh: Mesh
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the axes of size above 1 that split each dim.
+    """Return for each dim those of its axes that have a size above 1.
 
     Raises `UserError` for axes that do not divide their dim, occur twice, or are not in the order of the mesh.
 
@@ -149,7 +156,7 @@ def checked_dims(
 
 
 def _order(dims: Sequence[Sequence[int]], count: int) -> list[int]:
-    """Return all axes in the mesh's order, with the axes of the first disordered dim in its order."""
+    """Return the numbers of all `count` axes in the mesh's order, those of the first disordered dim in its order."""
     wrong = next(list(axes) for axes in dims if list(axes) != sorted(axes))
     places = iter(wrong)
     return [next(places) if a in wrong else a for a in range(count)]
@@ -163,7 +170,7 @@ def mesh_text(mesh: Mesh | Mapping[str, int]) -> str:
 
 def program_mesh(graph: OpGraph, devices: int) -> dict[str, int] | None:
     """Return the mesh that the program itself names for this number of devices, None if there is none. If there are
-    several, the mesh with most axes is returned.
+    several, the first of those with most axes is returned.
     """
     named = [region.mesh for region in graph.regions] + [c.sharding.mesh for c in graph.constraints]
     fitting = [mesh for mesh in named if mesh and math.prod(size for _, size in mesh) == devices]
@@ -171,9 +178,9 @@ def program_mesh(graph: OpGraph, devices: int) -> dict[str, int] | None:
 
 
 def check_regions(graph: OpGraph, mesh: Mesh) -> None:
-    """Refuse a mesh that differs from the one that the program's manual regions are written for.
+    """Raise `UserError` for a mesh that differs from the one that the program's manual regions are written for.
 
-    Raises `UserError` then.
+    Names, sizes and order of the axes count.
     """
     for region in graph.regions:
         missing = next((axis for axis in region.axes if axis not in mesh.names), None)
@@ -198,7 +205,7 @@ def program_constraint_lines(graph: OpGraph) -> list[str]:
 
 
 def _spec(graph: OpGraph, constraint: Constraint) -> str:
-    """Format the spec of a constraint and the dims that further axes may split."""
+    """Format the spec of a constraint, or its tiles, and the dims that further axes may split if there are any."""
     dims = tuple(tuple(use.name for use in dim) for dim in constraint.sharding.dims)
     text = constraint.sharding.tiles or spec_text(Spec(dims), graph.tensors[constraint.tensor].shape)
     return f"{text}, more allowed on dims {_open(constraint)}" if any(constraint.sharding.open) else text
@@ -210,7 +217,11 @@ def _open(constraint: Constraint) -> str:
 
 
 def group_axes(groups: Collection[Sequence[int]], sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the mesh axes along which members of device groups, or ends of (source, target) pairs, differ."""
+    """Return the mesh axes, by number, along which members of one of the groups differ; empty without groups.
+
+    - `groups`: device groups, or (source, target) pairs, of places in the mesh in row-major order.
+    - `sizes`: sizes of the mesh axes.
+    """
     varies: set[int] = set()
     for group in groups:
         coords = np.array(np.unravel_index(np.array(group), tuple(sizes)))
@@ -218,6 +229,7 @@ def group_axes(groups: Collection[Sequence[int]], sizes: Sequence[int]) -> tuple
     return tuple(sorted(varies))
 
 
+# Kind of collective by kind of op; a broadcast is priced as a gather.
 _KINDS: dict[str, Kind] = {
     "all_reduce": "all-reduce",
     "all_gather": "all-gather",
@@ -248,7 +260,9 @@ def by_hand(op: Op, states: States, axes: Mapping[str, int]) -> NDArray[np.bool_
 def own_collectives(graph: OpGraph, op: Op, states: States, collectives: Collectives) -> tuple[Inner, ...]:
     """Return the collective that an op in a manual region is, over the axes that its device groups span.
 
-    The result is empty for other ops.
+    The result is empty for other ops, and if every group has one device. Sizes are [states], as `Collectives.time`
+    counts them: of the results for a gather, else of the operands. Sums of narrow dtypes that the backend widens count
+    four bytes an element.
     """
     kind = _KINDS.get(op.kind)
     if kind is None or op.rule is None:

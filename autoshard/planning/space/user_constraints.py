@@ -30,6 +30,7 @@ REST = "..."
 """Last entry of a pin after which all dims are whole, as after the last entry of a `PartitionSpec`."""
 
 _NOTHING = ("", "-", "none")
+"""Entries of a pin, in lower case, for a whole dim."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,9 +39,11 @@ class Pinned:
 
     pattern: str
     dims: tuple[tuple[str, ...] | None, ...]
+    """Names of the axes that split each dim; `()` for a whole dim."""
     flag: str
+    """The pin as an option of the command line, such as `--pin *.weight=model,None`."""
     sizes: tuple[int | None, ...] | None = None
-    """Sizes of the dims if the pin states them; None for a dim whose size is not stated."""
+    """Sizes of the dims if the pin states them, else None; None for a dim whose size is `*`."""
     more: bool = False
     """True if the tensor may have further dims after these, which stay whole."""
 
@@ -51,10 +54,14 @@ class Asked:
 
     pins: tuple[Pinned, ...] = ()
     replicate: tuple[str, ...] = ()
+    """Patterns of tensors that stay whole."""
     forbid: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Pattern, and the axes that may not split its tensors."""
     axis_only: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Axis, and the names of the dim groups that it may split."""
 
     def __bool__(self) -> bool:
+        """Return True if there is a demand."""
         return bool(self.pins or self.replicate or self.forbid or self.axis_only)
 
     @property
@@ -73,10 +80,10 @@ class Required:
     allowed: dict[int, NDArray[np.bool_]]
     """Mask of the alternatives that satisfy all demands, by node."""
     pinned: dict[str, str]
-    """Origin of the demand for every argument and result that is fixed in some way, by name."""
+    """Origins of the demands, as options, for every argument and result with one, by name; not of `axis_only`."""
 
     def holds(self, choices: NDArray[np.int64]) -> bool:
-        """Return True if a choice satisfies all demands."""
+        """Return True if choices, [nodes of the model], satisfy all demands."""
         return all(bool(mask[int(choices[node])]) for node, mask in self.allowed.items())
 
 
@@ -90,6 +97,8 @@ def read_asked(
     """Read the demands of a user: texts, `Spec`, `PartitionSpec`, or sequences with an entry for each dim.
 
     Raises `UserError` for unreadable input.
+
+    Demands that are None are absent. Pins of another plan follow the user's.
 
     - `pins`: spec by pattern.
     - `replicate`: patterns of tensors that stay whole.
@@ -114,7 +123,10 @@ def read_asked(
 
 
 def _pairs_of(option: str, value: Any, example: str) -> list[tuple[str, Any]]:
-    """Return the items of a mapping from names. Raises `UserError` for anything else."""
+    """Return the items of a mapping from names, none for None. Raises `UserError` for anything else.
+
+    `option` and `example` stand in the message.
+    """
     if value is None:
         return []
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
@@ -123,9 +135,12 @@ def _pairs_of(option: str, value: Any, example: str) -> list[tuple[str, Any]]:
 
 
 def _names(where: str, value: Any, what: str, whole: bool = False) -> tuple[str, ...]:
-    """Return the names in a text or in a sequence. Raises `UserError` for anything else.
+    """Return the names in a text or in a sequence, stripped and without empty ones. Raises `UserError` for others.
 
-    Commas separate the names in a text, unless it is one `whole` name.
+    - `where`: option, for the message.
+    - `value`: the text or sequence; commas separate the names in a text.
+    - `what`: kind of names, for the message.
+    - `whole`: True if a text is one name, commas included.
     """
     parts = ([value] if whole else value.split(",")) if isinstance(value, str) else value
     if isinstance(parts, bytes) or not isinstance(parts, Iterable):
@@ -139,7 +154,11 @@ def _names(where: str, value: Any, what: str, whole: bool = False) -> tuple[str,
 
 
 def _pinned(pattern: str, spec: Any) -> Pinned:
-    """Read one pin from any of its forms."""
+    """Read one pin from any of its forms; raise `UserError` for others.
+
+    The forms are the text of a report (`4096/data x 14336`), a text with entries between commas, a `Spec`, a
+    `PartitionSpec`, or a sequence of entries. A final `...` sets `more`, as a `PartitionSpec` does.
+    """
     sized = parse_spec_text(spec) if isinstance(spec, str) else None
     if sized is not None:
         axes, sizes = tuple(axes for _, axes in sized), tuple(size for size, _ in sized)
@@ -160,7 +179,11 @@ def _pinned(pattern: str, spec: Any) -> Pinned:
 
 
 def _entry(pattern: str, spec: Any, entry: Any) -> tuple[str, ...] | None:
-    """Read the axes of one dim of a pin; None for a free dim."""
+    """Read the axes of one dim of a pin: `()` for a whole dim, None for a free dim (`?`, or JAX's `UNCONSTRAINED`).
+
+    The entry is None, a text whose axes `+` joins, or a sequence of names. Raises `UserError` for others, which names
+    `pattern` and the whole `spec`.
+    """
     if entry is None:
         return ()
     if isinstance(entry, str):
@@ -184,7 +207,11 @@ def _unreadable(pattern: str, spec: Any) -> UserError:
 
 
 def parse_lines(lines: Iterable[str]) -> Asked:
-    """Parse the output of `Asked.lines`. Raises `UserError` for unreadable lines."""
+    """Parse the output of `Asked.lines`; of two lines with one pattern or axis the last counts.
+
+    Lines with other flags are ignored. Raises `UserError` for unreadable demands, `ValueError` for a line without `=`
+    that needs one.
+    """
     flags: dict[str, list[str]] = {}
     for line in lines:
         flag, _, rest = line.partition(" ")
@@ -193,6 +220,7 @@ def parse_lines(lines: Iterable[str]) -> Asked:
     return read_asked(pairs["--pin"], flags.get("--replicate"), pairs["--forbid"], pairs["--axis-only"])
 
 
+# Flags whose text is a name and a value.
 _PAIRS = ("--pin", "--forbid", "--axis-only")
 
 
@@ -200,7 +228,7 @@ _PAIRS = ("--pin", "--forbid", "--axis-only")
 
 
 def require(model: Model, groups: Groups, asked: Asked) -> Required:
-    """Return the alternatives of a model that satisfy all demands.
+    """Return the alternatives of a model that satisfy all demands: pins, whole tensors, barred axes, then dim groups.
 
     Raises `UserError` in these cases:
 
@@ -228,12 +256,12 @@ def require(model: Model, groups: Groups, asked: Asked) -> Required:
 
 
 def require_lines(model: Model, groups: Groups, lines: Iterable[str]) -> Required:
-    """Return `require` for the demands that a plan stores as lines. Raises `UserError` as `require` does."""
+    """Return `require` for the demands that a plan stores as lines (`Asked.lines`); raise `UserError` as it does."""
     return require(model, groups, parse_lines(lines))
 
 
 def check_axes(asked: Asked, mesh: Mesh) -> None:
-    """Refuse an axis that the mesh does not have, before there is a model. Raises `UserError` then."""
+    """Raise `UserError` for a demand that names an axis which the mesh does not have; this needs no model."""
     for pin in asked.pins:
         _known_axes([axis for axes in pin.dims for axis in axes or ()], pin.flag, mesh)
     for pattern, axes in asked.forbid:
@@ -243,7 +271,7 @@ def check_axes(asked: Asked, mesh: Mesh) -> None:
 
 
 def _known_axes(names: Iterable[str], flag: str, mesh: Mesh) -> tuple[int, ...]:
-    """Convert names of axes to numbers. Raises `UserError` for an axis that the mesh does not have."""
+    """Convert names of axes to numbers. Raises `UserError` with `flag` for an axis that the mesh does not have."""
     for name in names:
         if name not in mesh.names:
             raise UserError(
@@ -254,9 +282,13 @@ def _known_axes(names: Iterable[str], flag: str, mesh: Mesh) -> tuple[int, ...]:
 
 
 class _Requirements:
-    """Demands of the user in the course of their application to a model."""
+    """Demands of the user in the course of their application to a model.
+
+    `allowed` and `pinned` become the fields of `Required`. `demands` has those applied so far, by node.
+    """
 
     def __init__(self, model: Model, groups: Groups) -> None:
+        """Index the tensors and shapes of arguments and results by name; an argument hides a result of its name."""
         self.model, self.groups = model, groups
         self.allowed: dict[int, NDArray[np.bool_]] = {}
         self.pinned: dict[str, str] = {}
@@ -269,9 +301,10 @@ class _Requirements:
         self.shapes = {value.name: value.shape for value in (*program.results, *program.arguments)}
 
     def matching(self, pattern: str, flag: str) -> list[tuple[str, int]]:
-        """Return the names and tensors that a pattern matches.
+        """Return the names and tensors that a pattern matches; raise `UserError` with `flag` if there is none.
 
-        A part of a name does not match the optimizer state of a parameter if it matches the parameter.
+        An exact name matches alone, else whole names match, else names from any dot on. In the last case optimizer
+        state is left out if anything else matches.
         """
         matches = [pattern] if pattern in self.tensors else []  # the name of a stack contains a `*`
         matches = matches or [name for name in self.tensors if fnmatch.fnmatchcase(name, pattern)]
@@ -283,11 +316,18 @@ class _Requirements:
         return [(name, self.tensors[name]) for name in matches]
 
     def axes(self, names: Iterable[str], flag: str) -> tuple[int, ...]:
-        """Convert names of axes to numbers."""
+        """Convert names of axes to numbers; raise `UserError` with `flag` for an axis that the mesh lacks."""
         return _known_axes(names, flag, self.model.mesh)
 
     def pin(self, pin: Pinned, name: str, tensor: int) -> Demand:
-        """Return the demand of a pin on one tensor. Raises `UserError` if the dims or their sizes do not match."""
+        """Return the demand of a pin on one tensor. Raises `UserError` if the dims or their sizes do not match.
+
+        Leading dims of a stack that the pin leaves out stay whole.
+
+        - `pin`: the pin, counted from the right.
+        - `name`: name of the argument or result.
+        - `tensor`: its number in the graph.
+        """
         shape = self.shapes[name]
         stacked = min(self.stacked(name, tensor), len(shape))
         rest = max(0, len(shape) - stacked - len(pin.dims)) if pin.more else 0
@@ -313,7 +353,7 @@ class _Requirements:
         return Demand(tensor, (*dims, *((),) * words), (*is_open, *(False,) * words), (), pin.flag)
 
     def stacked(self, name: str, tensor: int) -> int:
-        """Return the number of leading dims that stack layers, which no axis splits."""
+        """Return the number of leading dims that no axis may split, as those that stack layers; 0 for a scalar."""
         structure = self.model.structure
         cluster, factors = structure.cluster_of[tensor], structure.dims_of[tensor]
         if cluster < 0:
@@ -325,7 +365,10 @@ class _Requirements:
         return count
 
     def add(self, name: str, demand: Demand) -> None:
-        """Restrict the tensor's cluster to a demand. Raises `UserError` if no state satisfies all demands so far."""
+        """Restrict the tensor's cluster to a demand, and record its origin for `name`.
+
+        Raises `UserError` if no state satisfies all demands so far, or if a tensor without a cluster would be split.
+        """
         structure = self.model.structure
         self.pinned[name] = demand.why if name not in self.pinned else f"{self.pinned[name]} {demand.why}"
         cluster = structure.cluster_of[demand.tensor]
@@ -350,7 +393,7 @@ class _Requirements:
         self.allowed[node] = combined
 
     def obstacle(self, cluster: int, demand: Demand) -> str:
-        """Explain why no alternative of a cluster satisfies a demand."""
+        """Explain in a clause why no alternative of a cluster satisfies a demand, for an error message."""
         structure, graph = self.model.structure, self.model.graph
         whole = structure.clusters[cluster].blocked
         for dim, (factor, axes) in enumerate(zip(structure.dims_of[demand.tensor], demand.dims, strict=True)):
@@ -362,7 +405,11 @@ class _Requirements:
         return "a tensor that shares its spec cannot be split so"
 
     def keep_axis(self, axis: str, names: Sequence[str]) -> None:
-        """Restrict an axis to dims of the named groups, in every decision."""
+        """Restrict an axis to dims of the named groups, or to no dim, in every decision.
+
+        Raises `UserError` for an unknown axis or group, and if a decision has no alternative left. Without names the
+        axis splits nothing.
+        """
         option = f"--axis-only {axis}={','.join(names)}"
         (number,) = self.axes([axis], option)
         known = {name for name in self.groups.names.values() if name}
@@ -387,7 +434,10 @@ class _Requirements:
             self.allowed[position] = mask
 
     def op_groups(self, op_id: int, width: int) -> list[int | None]:
-        """Return the dim group of each factor of an op, as its tensors have it."""
+        """Return the dim group of each of the first `width` factors of an op, as its tensors have it; None without one.
+
+        In a merged dim the first factor has the group.
+        """
         op, structure = self.model.graph.ops[op_id], self.model.structure
         group_of: list[int | None] = [None] * width
         if op.rule is None:
@@ -404,12 +454,12 @@ class _Requirements:
 
 
 def _width(states: NDArray[np.int64]) -> int:
-    """Return one more than the largest factor that any state splits."""
+    """Return one more than the largest factor that any state splits; 0 if none is split."""
     return int(states.max(initial=-1)) + 1
 
 
 def near_names(text: str, names: Iterable[str]) -> str:
-    """Return `did you mean a, b?` for similar names, else a list of the existing names."""
+    """Return `did you mean a, b?` with up to three similar names, else `it has a, b ...` with the first five names."""
     listed = list(names)
     bare = text.replace("*", "").replace("?", "")
     near = difflib.get_close_matches(text, listed, n=3, cutoff=0.5) or difflib.get_close_matches(bare, listed, n=3)

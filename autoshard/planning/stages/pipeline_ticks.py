@@ -9,11 +9,10 @@ from autoshard.program import Program
 
 
 def pipeline_of_ticks(program: Program, graph: OpGraph, timeline: Timeline) -> PlannedPipeline | None:
-    """Return the stages of a program whose layers are a pipeline; None without a pipeline or if its loops are not
-    found.
+    """Return the stages of a program whose layers are a pipeline in one SPMD program, with times from its timeline.
 
-    A pass over the ticks is a loop with as many trips as ticks. A training step has two such passes: the two longest
-    loops.
+    None without a pipeline, or if its loops are not found. All chunks have equal times: those of a mean tick. A pass
+    over the ticks is a loop with as many trips as ticks. A training step has two such passes: the two longest loops.
     """
     options = program.pipeline
     if options is None:

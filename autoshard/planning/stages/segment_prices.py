@@ -26,7 +26,9 @@ class Part(enum.IntEnum):
     """A part of a step."""
 
     FORWARD = 0
+    """Forward pass of a microbatch."""
     BACKWARD = 1
+    """Backward pass of a microbatch, with recomputation."""
     UPDATE = 2
     """Work done once a step for any number of microbatches: sums of gradients over devices, and the optimizer."""
 
@@ -40,12 +42,13 @@ class SegmentPrices:
     """Prices of K segments, with their exposed communication."""
 
     costs: SegmentCosts
+    """Seconds and bytes of the segments, as the search for a cut needs them."""
     exposed_s: NDArray[np.float64]
     """Exposed communication in seconds [3, K]: forward, backward, update."""
     handed_bytes: NDArray[np.float64]
     """Bytes that one device sends from segments up to k to later ones, for one microbatch [K - 1]."""
     kinds: dict[str, NDArray[np.float64]]
-    """Parts of the fixed bytes by kind, each [K]."""
+    """Parts of the fixed bytes by kind, each [K]: parameters, gradients, optimizer_state and batch."""
 
 
 def segment_prices(ledger: Ledger, may_cut: Sequence[bool], axis: str, microbatches: int) -> SegmentPrices:
@@ -56,7 +59,8 @@ def segment_prices(ledger: Ledger, may_cut: Sequence[bool], axis: str, microbatc
     - `axis`: mesh axis along which the stages are laid out.
     - `microbatches`: number of microbatches whose batch arguments a device stores.
 
-    A parameter used by several segments forces these segments into one stage.
+    A parameter used by several segments, and a value that stages cannot hand on, forces these segments into one stage.
+    Seconds of hand-overs are 0 if `axis` has one device.
     """
     model, count = ledger.model, len(may_cut)
     places = _SegmentPlaces(model.graph, model.program.training, count)
@@ -94,9 +98,15 @@ def segment_prices(ledger: Ledger, may_cut: Sequence[bool], axis: str, microbatc
 
 
 class _SegmentPlaces:
-    """The part of the step and the segment of every op, and of the producer of every tensor."""
+    """The part of the step and the segment of every op, and of the producer of every tensor.
+
+    `of` has the place of each op, None for free ops without a name of a segment. `maker` has the place of each tensor's
+    producer. `users` has the ops that use each tensor, a loop's first op for its initial values. `lifted` has ops whose
+    operands are arguments alone.
+    """
 
     def __init__(self, graph: OpGraph, trains: bool, count: int) -> None:
+        """Place the ops of a graph in `count` segments; without `trains` all named ops are forward work."""
         self.graph, self.last = graph, count - 1
         self.lifted: set[int] = set()
         self.of: list[Place | None] = [self._named(op) if trains else self._forward(op) for op in graph.ops]
@@ -108,7 +118,10 @@ class _SegmentPlaces:
         self._downwards(final=True)
 
     def _named(self, op: Op) -> Place | None:
-        """Return the place that an op's name gives in a training step; None if it names no segment."""
+        """Return the place that an op's name gives in a training step; None if it names no segment.
+
+        Transposed and recomputed ops belong to the backward pass. Numbers beyond the last segment stand for the last.
+        """
         segment = segment_of(op.name)
         back = "transpose(" in op.name or "rematted" in op.name
         if segment is None:
@@ -116,12 +129,15 @@ class _SegmentPlaces:
         return (Part.BACKWARD if back else Part.FORWARD), min(segment, self.last)
 
     def _forward(self, op: Op) -> Place | None:
-        """Return the place that an op's name gives in a forward pass; None if it names no segment."""
+        """Return the place that an op's name gives in a forward pass; None if it names no segment.
+
+        Numbers beyond the last segment stand for the last.
+        """
         segment = segment_of(op.name)
         return None if segment is None else (Part.FORWARD, min(segment, self.last))
 
     def _loops(self) -> None:
-        """Assign the results of each loop to the place of most of its ops."""
+        """Assign the results of each loop to the place of most of its placed ops, on a tie to the earliest segment."""
         for loop in self.graph.loops:
             inside = [self.of[op.id] for op in self.graph.ops[loop.start : loop.stop]]
             placed = [place for place in inside if place is not None]
@@ -133,7 +149,7 @@ class _SegmentPlaces:
                         self.users[carry.init].append(loop.start)
 
     def _downwards(self, final: bool = False) -> None:
-        """Assign ops without a segment to the place of their operands.
+        """Assign ops without a segment to the segment of their largest operand, in program order.
 
         Ops that use gradients belong to the update. With `final`, all ops that are left belong to it.
         """
@@ -156,7 +172,10 @@ class _SegmentPlaces:
                     self.maker[tensor] = place
 
     def _upwards(self) -> None:
-        """Assign values computed from arguments alone to the segment that uses them first."""
+        """Assign ops still without a place to the first place that uses their results, in reverse program order.
+
+        These compute values from arguments alone. They are recorded in `lifted`.
+        """
         for op in reversed(self.graph.ops):
             if self.of[op.id] is None and op.op_class is not OpClass.FREE:
                 using = [place for t in op.results for user in self.users[t] if (place := self.of[user])]
@@ -167,11 +186,11 @@ class _SegmentPlaces:
                         self.maker[tensor] = min(using)
 
     def place(self, op: int) -> Place:
-        """Return the place to which the time of an op is assigned."""
+        """Return the place to which the time of an op is assigned; the update of segment 0 for an op without one."""
         return self.of[op] or (Part.UPDATE, 0)
 
     def summed_once(self) -> set[int]:
-        """Return the ops of the backward pass whose results only the update uses.
+        """Return the ids of the ops of the backward pass whose results, through others of them, only the update uses.
 
         Their sums over devices run once, after all microbatches.
         """
@@ -190,17 +209,21 @@ class _Sizes:
     """Sizes of tensors in bytes of one device."""
 
     def __init__(self, model: Model, choices: NDArray[np.int64]) -> None:
+        """Store the model and the choices whose specs count."""
         self.model, self.choices, self.axes = model, choices, dict(model.mesh.axes)
 
     def of(self, tensor: int, itemsize: int | None = None) -> float:
-        """Return the bytes of a tensor's shard, with another item size if given."""
+        """Return the bytes of a tensor's shard without padding of tiles, with another item size in bytes if given."""
         record = self.model.graph.tensors[tensor]
         local = tensor_spec(self.model, self.choices, tensor).local_shape(record.shape, self.axes)
         return float(math.prod(local) * (record.itemsize if itemsize is None else itemsize))
 
 
 def _spent(ledger: Ledger, places: _SegmentPlaces) -> Iterator[tuple[Place, float, bool]]:
-    """Yield the seconds of one step by place, each with True for communication."""
+    """Yield (place, seconds, waits) of all work in one step; `waits` is True for exposed communication.
+
+    Hidden communication and host traffic are left out.
+    """
     model, once = ledger.model, places.summed_once()
     for row in ledger.rows:
         where, waits = row.where, bool(row.axes)
@@ -231,9 +254,10 @@ def _reshard_place(model: Model, reshard: Reshard, places: _SegmentPlaces, once:
 
 
 def _shares(model: Model, node: Node, places: _SegmentPlaces) -> list[tuple[Place, float]]:
-    """Return the places of a cluster's time, with their shares.
+    """Return the places of a cluster's or copy's time, with their shares, which sum to one.
 
     The shares follow the bytes that its ops materialise, or all bytes that they compute if none is materialised.
+    An argument has its first user's place.
     """
     tensors = model.structure.clusters[node.ref].tensors if node.kind == "cluster" else (node.ref,)
     weights: dict[Place, float] = defaultdict(float)
@@ -250,7 +274,11 @@ def _shares(model: Model, node: Node, places: _SegmentPlaces) -> list[tuple[Plac
 
 
 def _owners(model: Model, places: _SegmentPlaces) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return the segment that stores each argument, and the (first, last) segments that share a parameter."""
+    """Return the segment that stores each argument, and the (first, last) segments that share a parameter.
+
+    An argument is stored by the first segment whose forward work uses it, directly or through a cast. Without one it is
+    the first that uses it in the update, else in the backward pass, else segment 0.
+    """
     owners, tied = [], []
     for argument, tensor in zip(model.program.arguments, model.graph.arguments, strict=True):
         using = _using(places, tensor, Part.FORWARD)
@@ -267,7 +295,7 @@ def _owners(model: Model, places: _SegmentPlaces) -> tuple[list[int], list[tuple
 
 
 def _using(places: _SegmentPlaces, tensor: int, part: Part) -> set[int]:
-    """Return the segments that use a tensor in one part of the step."""
+    """Return the segments whose ops in one part of the step use a tensor."""
     return {place[1] for user in places.users[tensor] if (place := places.place(user))[0] is part}
 
 
@@ -277,6 +305,11 @@ def _fixed(
     """Return the bytes that each segment stores for the whole step, by kind, each [K].
 
     Batch arguments are stored for all microbatches. Arguments in the hosts' memory are left out.
+    A trained parameter's gradient has the parameter's bytes; frozen weights and buffers count as parameters.
+
+    - `owners`: segment that stores each argument.
+    - `count`: number K of segments.
+    - `microbatches`: number of microbatches in a step.
     """
     kinds = {kind: np.zeros(count) for kind in ("parameters", "gradients", "optimizer_state", "batch")}
     kind_of = {Role.PARAMETER: "parameters", Role.OPTIMIZER_STATE: "optimizer_state", Role.BATCH: "batch"}
@@ -293,7 +326,10 @@ def _fixed(
 
 
 def _handed(model: Model, places: _SegmentPlaces, sizes: _Sizes, count: int) -> NDArray[np.float64]:
-    """Return the bytes that forward work up to segment k computes and later forward work uses [K - 1]."""
+    """Return the bytes that forward work up to segment k computes and later forward work uses [K - 1].
+
+    `count` is the number K of segments. Arguments do not count.
+    """
     handed = np.zeros(count - 1)
     for tensor, users in enumerate(places.users):
         producer_place = places.maker.get(tensor)
@@ -310,7 +346,8 @@ def _uses(model: Model, places: _SegmentPlaces) -> list[tuple[tuple[int, ...], b
     on.
 
     The pipeline runtime hands on values that have gradients, and gives the batch to the first stage alone. A value has
-    a gradient if it depends on parameters.
+    a gradient if it depends on trained parameters, or comes from a loop. Each item is (segments ascending, True if
+    handed on). Values that one segment alone uses, scalars, and arguments for the loss alone are left out.
     """
     graph = model.graph
     arguments = dict(zip(graph.arguments, model.program.arguments, strict=True))
@@ -360,7 +397,10 @@ def _forbidden(uses: Sequence[tuple[int, ...]], count: int) -> NDArray[np.bool_]
 
 
 def _working(model: Model, places: _SegmentPlaces, sizes: _Sizes, count: int) -> NDArray[np.float64]:
-    """Return the bytes of all operands and results of the largest op in each segment [K]."""
+    """Return the bytes of all operands and results of the largest heavy op in each segment [K].
+
+    Ops of the update do not count. A segment without heavy ops has 0.
+    """
     working = np.zeros(count)
     for op in model.graph.ops:
         place = places.of[op.id]
@@ -373,7 +413,8 @@ def _working(model: Model, places: _SegmentPlaces, sizes: _Sizes, count: int) ->
 def _kept(model: Model, places: _SegmentPlaces, sizes: _Sizes, count: int) -> NDArray[np.float64]:
     """Return the bytes that segments i to j - 1 save between the passes [K, K + 1].
 
-    Each value counts once for all its users.
+    Each value counts once for all its users. A value belongs to the segments whose backward work uses it, else to its
+    producer's. All are 0 without a backward pass.
     """
     saved_bytes = np.zeros((count, count + 1))
     backward = [op.id for op in model.graph.ops if (p := places.of[op.id]) and p[0] is Part.BACKWARD]

@@ -33,6 +33,7 @@ NODES = 200_000
 """Most partial cuts that the search expands."""
 
 Floats = NDArray[np.float64]
+"""Array of seconds or bytes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,11 +62,14 @@ class SegmentCosts:
     """True for runs of segments i to j - 1 that may not be a chunk [K, K + 1]; None if every run may."""
 
     def may_be(self, first: int, last: int) -> bool:
-        """Return True if segments [first, last) may be a chunk."""
+        """Return True if segments [first, last) may be a chunk; `may_cut` is not looked at."""
         return self.forbidden is None or not self.forbidden[first, last]
 
     def memory(self, first: int, last: int, held: float) -> float:
-        """Return the bytes of a stage of segments [first, last) that stores values of `held` microbatches."""
+        """Return the bytes of a stage of segments [first, last) that stores values of `held` microbatches.
+
+        They are fixed bytes, the largest working bytes, and the saved values.
+        """
         return (
             self.fixed_bytes[first:last].sum()
             + self.working_bytes[first:last].max(initial=0)
@@ -80,8 +84,9 @@ class Cut:
     begins: tuple[int, ...]
     """First segment of every chunk, in the order of the segments."""
     step_time_s: float
+    """Seconds of the step, as `cut_seconds` returns them."""
     bound_s: float
-    """Lower bound in seconds of every cut between these segments."""
+    """Lower bound in seconds of every cut between these segments; equal to `step_time_s` if the search completed."""
     memory_bytes: tuple[float, ...]
     """Bytes of one device for each stage."""
     tried: int
@@ -91,7 +96,8 @@ class Cut:
 def best_cut(costs: SegmentCosts, schedule: Schedule, memory_limit: float = math.inf, leaves: int = LEAVES) -> Cut:
     """Return the fastest cut for a schedule within `memory_limit` bytes of one device.
 
-    `leaves` is the most timetables to compute. Raises `NoCutError` if no cut fits.
+    `leaves` is the most timetables to compute. Raises `NoCutError` if no cut fits, if too few segments may begin a
+    chunk, or if the search ended before it found one.
     """
     return _Search(costs, schedule, memory_limit, leaves).run()
 
@@ -101,7 +107,10 @@ class NoCutError(Exception):
 
 
 def cut_timetable(costs: SegmentCosts, schedule: Schedule, begins: Sequence[int]) -> Timetable:
-    """Return the timetable of a cut: the work of each stage with its times."""
+    """Return the timetable of a cut: the work of each stage with its times, without updates.
+
+    `begins` has the first segment of every chunk.
+    """
     ends = [*begins[1:], len(costs.forward_s)]
     forward, backward = (
         [float(of[i:j].sum()) for i, j in zip(begins, ends, strict=True)] for of in (costs.forward_s, costs.backward_s)
@@ -113,7 +122,8 @@ def cut_timetable(costs: SegmentCosts, schedule: Schedule, begins: Sequence[int]
 def cut_seconds(costs: SegmentCosts, schedule: Schedule, begins: Sequence[int], made: Timetable | None = None) -> float:
     """Return the step time of a cut in seconds.
 
-    A stage updates its parameters right after its last work.
+    A stage updates its parameters right after its last work, so the step ends with the latest update. `made` is the
+    cut's timetable, built if None.
     """
     made = made or cut_timetable(costs, schedule, begins)
     ends, updates = [*begins[1:], len(costs.forward_s)], [0.0] * schedule.stages
@@ -125,7 +135,11 @@ def cut_seconds(costs: SegmentCosts, schedule: Schedule, begins: Sequence[int], 
 def cut_memory(
     costs: SegmentCosts, schedule: Schedule, begins: Sequence[int], made: Timetable | None = None
 ) -> tuple[float, ...]:
-    """Return the bytes of one device for each stage of a cut."""
+    """Return the peak bytes of one device for each stage of a cut.
+
+    They are the fixed bytes of its chunks, the largest working bytes, and the saved values of microbatches in flight.
+    `made` is the cut's timetable, built if None.
+    """
     made = made or cut_timetable(costs, schedule, begins)
     runs = list(zip(begins, [*begins[1:], len(costs.forward_s)], strict=True))
     saved_bytes = made.peak_bytes([float(costs.kept_bytes[i, j]) for i, j in runs])
@@ -143,6 +157,10 @@ class _Search:
     """One best-first search over cuts, from the first segment on."""
 
     def __init__(self, costs: SegmentCosts, schedule: Schedule, limit: float, leaves: int) -> None:
+        """Sum the costs from the first segment on, and bound all completions.
+
+        `limit` is the bytes of one device, `leaves` the most timetables to compute.
+        """
         self.costs, self.schedule, self.limit, self.leaves = costs, schedule, limit, leaves
         self.count = len(costs.forward_s)
         self.forward = np.concatenate([[0.0], np.cumsum(costs.forward_s)])
@@ -160,7 +178,11 @@ class _Search:
         self.rest = self._completion_bounds()
 
     def run(self) -> Cut:
-        """Return the best cut; raise `NoCutError` if there is none."""
+        """Return the best cut; raise `NoCutError` if none was found.
+
+        Partial cuts are expanded least bound first, the longest first on a tie. The search ends early after `leaves`
+        timetables or `NODES` partial cuts; the bound is then the least open one.
+        """
         chunks, ticket = self.schedule.chunks, itertools.count()
         if len(self.places) + 1 < chunks:
             raise NoCutError(f"there are {len(self.places) + 1} places where a chunk may begin")
@@ -194,7 +216,7 @@ class _Search:
         return after[: len(after) - later_chunks + 1]
 
     def _leaf(self, begins: tuple[int, ...]) -> None:
-        """Evaluate a complete cut, then move its boundaries one by one as long as that is faster."""
+        """Evaluate a complete cut; if it is the best so far, move its boundaries one by one while that is faster."""
         if not self._try(begins):
             return
         improved = True
@@ -210,7 +232,10 @@ class _Search:
                         begins, improved = moved, True
 
     def _try(self, begins: tuple[int, ...]) -> bool:
-        """Evaluate a cut; store it and return True if it is the best so far."""
+        """Evaluate a cut; store it and return True if it is the fastest so far that fits.
+
+        A cut that was tried before or that has a forbidden chunk gives False.
+        """
         if begins in self.seen:
             return False
         self.seen.add(begins)
@@ -228,7 +253,11 @@ class _Search:
         return True
 
     def _finished_chunk_bound(self, begins: tuple[int, ...], end: int) -> float:
-        """Return a lower bound of the step in seconds from its last finished chunk, [begins[-1], end)."""
+        """Return a lower bound of the step in seconds from its last finished chunk, [begins[-1], end).
+
+        With several rounds the chunk's stage counts with all of its chunks so far. The bound is infinite if the chunk
+        is forbidden or the stage does not fit.
+        """
         chunk = len(begins) - 1
         if self.schedule.rounds == 1:
             return float(self._stage_bound(chunk, begins[-1], np.array([end]))[0])
@@ -249,6 +278,10 @@ class _Search:
         """Return a lower bound of the step in seconds from a stage of segments [first, end), for each end.
 
         The bound is infinite if the stage does not fit or may not be a chunk. It holds for schedules of one round only.
+
+        - `stage`: number of the stage.
+        - `first`: its first segment.
+        - `ends`: candidates for the segment after its last, [ends].
         """
         schedule, count = self.schedule, self.schedule.microbatches
         f = self.forward[ends] - self.forward[first]
@@ -277,7 +310,8 @@ class _Search:
     def _completion_bounds(self) -> list[Floats]:
         """Return, for each chunk and each segment with which it may begin, a lower bound from it and all later chunks.
 
-        The bounds are in seconds of a step, one array [K + 1] for each chunk.
+        The bounds are in seconds of a step, one array [K + 1] for each chunk and one for none. They are infinite for
+        segments with which a chunk cannot begin. With several rounds all are the mean work of a stage.
         """
         chunks, count = self.schedule.chunks, self.count
         if self.schedule.rounds > 1:

@@ -20,7 +20,14 @@ AXIS = "stage"
 
 
 def planned_stages(cut: Cut, schedule: Schedule, prices: SegmentPrices, names: list[str]) -> PlannedPipeline:
-    """Return the pipeline record of a cut: seconds, bytes and module names of every chunk."""
+    """Return the pipeline record of a cut: seconds, bytes and module names of every chunk.
+
+    - `cut`, `schedule`: the stages and their order of work.
+    - `prices`: prices of the segments.
+    - `names`: name of the first module of each segment.
+
+    `after_s` is the step time beyond the timetable's end, for the last updates.
+    """
     costs = prices.costs
     runs = list(zip(cut.begins, [*cut.begins[1:], len(costs.forward_s)], strict=True))
     limits = [j - 1 for _, j in runs]
@@ -52,7 +59,10 @@ def planned_stages(cut: Cut, schedule: Schedule, prices: SegmentPrices, names: l
 
 
 def stages_notes(training: bool, schedule: Schedule, prices: SegmentPrices, segments: Segments) -> Iterator[str]:
-    """Yield notes for the user on a module that is computed in microbatches."""
+    """Yield notes for the user on a module that is computed in microbatches.
+
+    One note is on batch norms in training. The other is on a segment that takes longer than the mean of a stage.
+    """
     import torch
 
     if training and any(
@@ -81,6 +91,9 @@ def stages_prediction(
     - `cut`, `schedule`: the stages and their order of work.
     - `prices`: prices of the segments.
     - `pipeline`: the record of the cut.
+
+    Exposed communication is that of the stage with most. Memory is that of the fullest stage; what its kinds leave is
+    activations. The collectives are the permutes between chunks, which count as hidden. The cut is assumed to fit.
     """
     costs, count = prices.costs, schedule.microbatches
     runs = list(zip(cut.begins, [*cut.begins[1:], len(costs.forward_s)], strict=True))

@@ -26,6 +26,7 @@ COUNTS = (1, 2, 4, 8)
 SCHEDULES = ("1f1b", "gpipe", "interleaved:2", "interleaved:3")
 """Schedules that the planner tries if the schedule is open."""
 AUTO = "auto"
+"""Value of an option that leaves the choice to the planner."""
 
 
 def is_by_stage(options: Mapping[str, Any], form: str | None) -> bool:
@@ -50,9 +51,10 @@ class StagesAsked:
 
 
 def read_stages(options: Mapping[str, Any], topology: str) -> StagesAsked:
-    """Return the user's options on stages.
+    """Return the user's options on stages; without a schedule it is `1f1b`, without a number of microbatches None.
 
-    Raises `UserError`, one sentence, for impossible numbers and schedules.
+    Raises `UserError`, one sentence, without stages, for stages that do not divide the devices, and for impossible
+    schedules. Raises it also for other options that are `auto`, and for options of one program alone.
     """
     stages, count, schedule = (options.get(name) for name in ("stages", "microbatches", "schedule"))
     if stages is None:
@@ -89,13 +91,18 @@ class _Found:
 
     cut: Cut
     schedule: Schedule
+    """Schedule for which the cut is the best."""
     plan: Plan
     """Plan of one microbatch on the devices of one stage."""
     model: Model
+    """Priced step of that plan."""
     prices: SegmentPrices
+    """Prices of the segments under that plan."""
     segments: Segments
+    """Segments of the traced module."""
 
 
+# End of the message for a schedule without any cut, at any memory limit.
 _NOT_HANDED_ON = (
     "sends each value to the next stage alone, with a gradient. Skip connections must stay within two stages; masks, "
     "values of inputs alone and shared parameters within one. Use fewer stages or chunks."
@@ -103,7 +110,7 @@ _NOT_HANDED_ON = (
 
 
 def _may_be_cut(costs: SegmentCosts, schedule: Schedule) -> bool:
-    """Return True if any cut exists without a memory limit."""
+    """Return True if any cut exists without a memory limit, by a search that stops at the first."""
     try:
         best_cut(costs, schedule, leaves=1)
     except NoCutError:
@@ -151,7 +158,10 @@ class StageSearch:
         self.meshes: dict[int, dict[str, int]] = {}
 
     def run(self) -> Plan:
-        """Return the fastest plan.
+        """Return the fastest plan over all open numbers and schedules.
+
+        Open stages are divisors of the devices from 2 to 64. Open microbatches are `COUNTS` for each stage; numbers
+        that do not divide the batch are skipped.
 
         Raises `UserError` for a program that is no torch module or cannot be cut this way. Raises `InfeasibleError` if
         no cut fits the memory limit.
@@ -177,7 +187,10 @@ class StageSearch:
         return self._plan(self.best)
 
     def _schedules(self, stages: int, count: int) -> Iterator[Schedule]:
-        """Yield the schedules that suit the numbers of stages and microbatches."""
+        """Yield the schedules that suit the numbers of stages and microbatches: the user's, or those of `SCHEDULES`.
+
+        Raises `UserError` if the user gave an unsuitable schedule and the number of microbatches.
+        """
         for text in [self.asked.schedule] if self.asked.schedule else SCHEDULES:
             try:
                 yield make_schedule(text, stages, count)
@@ -186,7 +199,11 @@ class StageSearch:
                     raise
 
     def _planned(self, stages: int, count: int) -> None:
-        """Find the best cut of one number of stages and microbatches, for each schedule.
+        """Find the best cut of one number of stages and microbatches, for each schedule; record it by `_keep`.
+
+        Schedules without a cut are recorded by `_refuse`. Raises `UserError` for a program that is no torch module, and
+        for more stages (or chunks of the user's schedule) than places to begin one. Raises `NotDividedError` if
+        the microbatches do not divide the batch.
 
         The step is planned with the memory of all stages on each device first. Schedules without a cut that fits are
         tried again with half of that memory, down to that of one device.
@@ -240,14 +257,15 @@ class StageSearch:
             )
 
     def _refuse(self, schedule: Schedule, why: str) -> None:
-        """Record that a schedule has no cut."""
+        """Record that a schedule has no cut; `why` ends the sentence `no cut into ...`."""
         parts = f"{schedule.stages} stages with {schedule.microbatches} microbatches by {schedule}"
         self.refused.append(f"no cut into {parts} {why}")
         self.tried.append(self._row(schedule, None))
 
     def _opened(self, count: int) -> Program:
-        """Return the program with one microbatch of its batch; raise `NotDividedError` if the number does not divide
-        it.
+        """Return the program with one of `count` microbatches; raise `NotDividedError` if they do not divide the batch.
+
+        Without a batch among the user's options, the program itself divides its inputs.
         """
         batch = self.user_options.get("batch")
         if not isinstance(batch, int):
@@ -257,7 +275,11 @@ class StageSearch:
         return self.make(batch=batch // count)
 
     def _sharded(self, program: Program, stages: int, share: int) -> Plan:
-        """Return a plan of one microbatch on the devices of one stage, with `share` times the memory of a device."""
+        """Return a plan of one microbatch on the devices of one stage, with `share` times the memory of a device.
+
+        The first call for a number of stages plans every candidate mesh and stores the fastest plan's mesh. Later calls
+        use that mesh. No tensor is split over the stages.
+        """
         asked = dataclasses.replace(self.options.asked, axis_only=(*self.options.asked.axis_only, (AXIS, ())))
         plans: list[Plan] = []
         for mesh in [self.meshes[stages]] if stages in self.meshes else self._meshes(stages):
@@ -272,7 +294,8 @@ class StageSearch:
     def _meshes(self, stages: int) -> list[dict[str, int]]:
         """Return the candidate meshes: the axis of stages, and the axes of one stage's devices.
 
-        The axes of one stage are the user's, or else one axis and two axes.
+        The axes of one stage are the user's, or else `data` alone, and `data` with `model` as near to a square as
+        possible. Raises `UserError` for a given mesh of other sizes.
         """
         own, given = self.topology.num_devices // stages, self.options.mesh
         if given is not None and given != AUTO:
@@ -292,7 +315,7 @@ class StageSearch:
         return [{AXIS: stages, "data": own}, *square]
 
     def _keep(self, found: _Found) -> None:
-        """Record a cut; store it if it is the best so far."""
+        """Record a cut in `tried`; store it as `best` if it is faster than the best so far."""
         self.tried.append(self._row(found.schedule, found.cut))
         # Equal times, up to rounding, leave the earlier cut.
         if self.best is None or found.cut.step_time_s < self.best.cut.step_time_s * (1 - 1e-9):
@@ -310,7 +333,11 @@ class StageSearch:
         }
 
     def _plan(self, found: _Found) -> Plan:
-        """Return the plan of one microbatch rewritten as the plan of the whole step."""
+        """Return the plan of one microbatch rewritten as the plan of the whole step.
+
+        Prediction, bound, pipeline and notes are those of the cut. Pins, calls, regions, baselines and the timeline's
+        spans are dropped. The provenance lists all cuts tried, the fastest first.
+        """
         plan, pipeline = found.plan, planned_stages(found.cut, found.schedule, found.prices, found.segments.names)
         prediction = stages_prediction(found.model, found.cut, found.schedule, found.prices, pipeline)
         step_s = prediction.step_time_s

@@ -11,9 +11,10 @@ from autoshard.planning.xla.axis_assignments import WHOLE, Seconds, States, loca
 
 
 class Padding:
-    """Padding that tiles add to a program's tensors, by how each tensor is split."""
+    """Padding that tiles add to a program's tensors, by how each tensor is split; none on backends without tiles."""
 
     def __init__(self, graph: OpGraph, backend: str) -> None:
+        """Find the layout of every tensor; results are cached in the object."""
         self.graph, self.tiled = graph, BACKENDS[backend].tiled
         self.outer = _outer_dims(graph) if self.tiled else {}
         self.in_order = _in_order(graph) if self.tiled else frozenset()
@@ -21,7 +22,12 @@ class Padding:
         self._held: dict[object, int] = {}
 
     def ratio(self, tensor: int, states: States, axes: Sequence[int]) -> Seconds:
-        """Return the padded over the unpadded bytes of a tensor's shard, [states]; states are over its dims."""
+        """Return the padded over the unpadded bytes of a tensor's shard, [states]; 1 for fewer than two dims.
+
+        - `tensor`: number of the tensor.
+        - `states`: dim that each mesh axis splits, [states, axes].
+        - `axes`: sizes of the mesh axes.
+        """
         record = self.graph.tensors[tensor]
         if not self.tiled or len(record.shape) < 2:
             return np.ones(len(states))
@@ -33,10 +39,10 @@ class Padding:
         return self._known[key]
 
     def shard_bytes(self, tensor: int, local: Sequence[int], itemsize: int) -> int:
-        """Return the padded bytes of a tensor's shard.
+        """Return the padded bytes of a tensor's shard, rounded.
 
         - `local`: dims of the shard.
-        - `itemsize`: bytes of an element of the shard.
+        - `itemsize`: bytes of an element of the shard, which may differ from the tensor's; tiles are the tensor's.
         """
         outer, in_order = self.tile_layout(tensor)
         key = (*local, itemsize, self._itemsize(tensor), outer, in_order)
@@ -53,12 +59,16 @@ class Padding:
         return self.outer.get(tensor, ()), tensor in self.in_order
 
     def _itemsize(self, tensor: int) -> int:
+        """Return the bytes of an element of the tensor."""
         record = self.graph.tensors[tensor]
         return record.itemsize
 
 
 def _outer_dims(graph: OpGraph) -> Mapping[int, tuple[int, ...]]:
-    """Return the dims of each tensor that are outside tiles: the dim of a stack's slices, and batch dims of matmuls."""
+    """Return the dims of each tensor that are outside tiles: the dim of a stack's slices, and batch dims of matmuls.
+
+    Tensors that a loop carries have the dims of its body and result. Tensors without such dims are absent.
+    """
     outer: dict[int, set[int]] = {}
     for op in graph.ops:
         if op.op_class is OpClass.LAYER and op.loop >= 0:
@@ -83,7 +93,10 @@ def _outer_dims(graph: OpGraph) -> Mapping[int, tuple[int, ...]]:
 
 
 def _in_order(graph: OpGraph) -> frozenset[int]:
-    """Return the stacks of matrices that grouped kernels consume or compute; parameters have layouts of their own."""
+    """Return the stacks of matrices that grouped kernels consume or compute, without arguments.
+
+    Parameters have layouts of their own. A loop carries the property on to its other tensors.
+    """
     stacks: set[int] = set()
     for op in graph.ops:
         if op.kind == GROUPED:
@@ -125,7 +138,11 @@ _INDEX = 4
 
 
 def scratch_itemsize(graph: OpGraph, op: Op, backend: str) -> int:
-    """Return an op's scratch bytes, beyond operands and results, for each element of the first operand."""
+    """Return an op's scratch bytes, beyond operands and results, for each element of the first operand.
+
+    Sorts on TPUs and GPUs copy all operands, with indices for a top-k and, on TPUs, for a sort of one operand.
+    Cumulative ops have their copies. All other ops have 0.
+    """
     tiled = BACKENDS[backend].tiled
     if op.kind in SORTS and (tiled or BACKENDS[backend].gpu_kernels):
         indexed = op.kind == "top_k" or (tiled and len(op.operands) == 1)
@@ -135,7 +152,10 @@ def scratch_itemsize(graph: OpGraph, op: Op, backend: str) -> int:
 
 
 def cumulative_copies(graph: OpGraph, op: Op, backend: str) -> int:
-    """Return the number of copies of a cumulative op on a TPU; 0 for other ops."""
+    """Return the number of copies of a cumulative op on a TPU: 2 along the last dim, 1 along others; 0 for other ops.
+
+    Dims of at most `LANES` elements need no copy.
+    """
     if op.kind != "reduce_window" or op.rule is None or not BACKENDS[backend].tiled:
         return 0
     first, result = graph.tensors[op.operands[0]], graph.tensors[op.results[0]]
@@ -156,7 +176,10 @@ MAX_UNPADDED_COLUMNS = 32
 
 
 def table_of(graph: OpGraph, op: Op, backend: str) -> int | None:
-    """Return the matrix whose rows a gather reads or a scatter updates; None for other ops and off TPUs."""
+    """Return the matrix whose whole rows a gather reads or a scatter updates; None for other ops and off TPUs.
+
+    A table with another number of dims than two gives None.
+    """
     if not BACKENDS[backend].tiled or op.rule is None or op.kind not in ("gather", "scatter"):
         return None
     table = op.operands[0]
@@ -169,7 +192,14 @@ def table_of(graph: OpGraph, op: Op, backend: str) -> int | None:
 
 
 def padded_bytes(kind: str, shape: Sequence[int], itemsize: int) -> int:
-    """Return the bytes of the padded copy of a table's shard in a `gather` or `scatter`; 0 if there is no copy."""
+    """Return the bytes of the padded copy of a table's shard in a `gather` or `scatter`; 0 if there is no copy.
+
+    Columns in whole registers need none, nor does a gather of at most `MAX_UNPADDED_COLUMNS` columns.
+
+    - `kind`: kind of op.
+    - `shape`: rows and columns of the shard.
+    - `itemsize`: bytes of an element.
+    """
     if shape[1] % LANES == 0 or (kind == "gather" and shape[1] <= MAX_UNPADDED_COLUMNS):
         return 0
     return shard_bytes(shape, itemsize, tiled=True)
@@ -210,6 +240,8 @@ def padded_rows(graph: OpGraph, op: Op, states: States, axes: Sequence[int], bac
 
 def padded_row_bytes(rows: Tensor, elements: Seconds, columns: Seconds) -> Seconds:
     """Return the bytes that padding adds to `elements` of a scatter's updates; 0 if rows fill whole registers.
+
+    Updates that are an argument are copied, so their own bytes are added too.
 
     - `rows`: the tensor of the updates.
     - `columns`: local columns of the table.

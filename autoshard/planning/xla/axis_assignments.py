@@ -19,13 +19,17 @@ from autoshard.cost import LANES, Collectives, Kind
 
 
 WHOLE = -1
+"""Value of an axis that splits nothing."""
 PARTIAL = -2
+"""Value of an axis over which partial sums remain for factor 0; `PARTIAL - f` for factor f."""
 
 MAX_PADDING = 1.5
 """Largest padded size of an unevenly split dim over its size; more padding is wasted work."""
 
 States = NDArray[np.int64]
+"""States, [states, axes]."""
 Seconds = NDArray[np.float64]
+"""Seconds, bytes or shares by state or by pair of states."""
 Bits = NDArray[np.int32]
 """Sets of mesh axes as bits; the first axis is 1."""
 
@@ -35,7 +39,7 @@ def enumerate_states(
 ) -> States:
     """Return every assignment of the mesh axes to one dim each or to none, the whole state first.
 
-    An axis of size 1 splits nothing.
+    An axis of size 1 splits nothing, a dim of size 1 is never split, and no dim has more shards than elements.
 
     - `sizes`: sizes of the dims.
     - `axes`: sizes of the mesh axes.
@@ -47,7 +51,7 @@ def enumerate_states(
 
 @functools.lru_cache(maxsize=4096)
 def _enumerated(sizes: tuple[int, ...], axes: tuple[int, ...], blocked: frozenset[int], even: bool) -> States:
-    """Return the states of `enumerate_states`, cached."""
+    """Return the states of `enumerate_states`, cached; the array is shared and must not be changed."""
     choices = [WHOLE, *(d for d, size in enumerate(sizes) if d not in blocked and size > 1)]
     fitting = []
     for state in itertools.product(*(choices if axis > 1 else [WHOLE] for axis in axes)):
@@ -57,7 +61,10 @@ def _enumerated(sizes: tuple[int, ...], axes: tuple[int, ...], blocked: frozense
 
 
 def _fits(state: tuple[int, ...], sizes: Sequence[int], axes: Sequence[int], even: bool) -> bool:
-    """Return True if every dim divides by its axes, or needs no more padding than allowed."""
+    """Return True if every dim divides by its axes, or needs no more padding than `MAX_PADDING` allows.
+
+    With `even` all must divide. More shards than elements never fit.
+    """
     for dim in set(state) - {WHOLE}:
         parts = math.prod(n for d, n in zip(state, axes, strict=True) if d == dim)
         if sizes[dim] % parts and (
@@ -68,7 +75,7 @@ def _fits(state: tuple[int, ...], sizes: Sequence[int], axes: Sequence[int], eve
 
 
 def distinct(rows: States) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the first index of every distinct row, and for each row the number of its distinct row.
+    """Return the first index of every distinct row, in ascending order of rows, and for each row its distinct row.
 
     The order is that of `numpy.unique` over rows, which compares rows as records and is several times slower.
     """
@@ -86,12 +93,17 @@ def distinct(rows: States) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def local_elements(states: States, sizes: Sequence[int], axes: Sequence[int]) -> NDArray[np.float64]:
-    """Return the elements of one device's shard in every state, padding included, [states]."""
+    """Return the elements of one device's shard in every state, [states]; uneven dims are rounded up.
+
+    - `states`: dim that each mesh axis splits, [states, axes].
+    - `sizes`: dims of the tensor.
+    - `axes`: sizes of the mesh axes.
+    """
     return local_sizes(states, sizes, axes).prod(axis=1)
 
 
 def local_sizes(states: States, sizes: Sequence[int], axes: Sequence[int]) -> NDArray[np.float64]:
-    """Return the dims of one device's shard in every state, padding included, [states, dims]."""
+    """Return the dims of one device's shard in every state, [states, dims]; arguments as in `local_elements`."""
     dims = np.arange(len(sizes))[None, :, None]
     parts = np.where(states[:, None, :] == dims, np.asarray(axes, dtype=np.float64), 1.0).prod(axis=2)
     return np.ceil(np.asarray(sizes, dtype=np.float64) / parts)
@@ -109,6 +121,7 @@ class Step:
 
     kind: Kind
     axes: tuple[int, ...]
+    """Mesh axes of the group, by number."""
     size: NDArray[np.float64]
     """Bytes as `Collectives.time` counts them, [from, to]; 0 for pairs that do not need the collective."""
 
@@ -138,6 +151,9 @@ class Emitted(enum.Enum):
 def emitted(collectives: Collectives, axes: Sequence[int]) -> Emitted:
     """Return the form in which the backend's compiler emits a sum whose result is split over these mesh axes (numbers).
 
+    It is `SCATTER` if the backend has a reduce-scatter for the group. Else it is `STAGED` within a slice, if the
+    backend stages collectives and several axes are larger than 1. Else it is `SUM`.
+
     TPU compilers turn a reduce-scatter over all devices of a slice into an all-reduce. For one axis at a time they emit
     real reduce-scatters. Between slices staging does not help: the slice axis is major in the spec and would be first,
     at the full size.
@@ -153,7 +169,10 @@ def emitted(collectives: Collectives, axes: Sequence[int]) -> Emitted:
 
 
 def emitted_gather(collectives: Collectives, axes: Sequence[int]) -> Emitted:
-    """Return the form of an all-gather in the same way; `SUM` is an all-reduce of the gathered tensor."""
+    """Return the form of an all-gather over these mesh axes (numbers).
+
+    `SCATTER` is one all-gather, `STAGED` one for each axis, `SUM` an all-reduce of the gathered tensor.
+    """
     if collectives.gather_kind(tuple(collectives.mesh.names[a] for a in axes)) == "all-gather":
         return Emitted.SCATTER
     return _in_turn(collectives, axes)
@@ -186,13 +205,13 @@ def transition(
 
 
 def split(wave: Wave) -> list[Step]:
-    """Split a wave into one entry for every group."""
+    """Split a wave into one step for every group of mesh axes that it has, by ascending bits."""
     groups = np.flatnonzero(np.bincount(wave.groups.ravel())).tolist()
     return [Step(wave.kind, members(g), np.where(wave.groups == g, wave.size, 0.0)) for g in groups if g]
 
 
 def members(bits: int) -> tuple[int, ...]:
-    """Return the axes that a set of bits contains."""
+    """Return the numbers of the axes that a set of bits contains, ascending."""
     return tuple(a for a in range(bits.bit_length()) if bits >> a & 1)
 
 
@@ -208,10 +227,12 @@ def waves(
 
     They are in the partitioner's order:
 
-    1. Sums: a reduce-scatter if the result is split and the backend has one for that group, else one all-reduce.
+    1. Sums: a reduce-scatter if the result is split and the backend has one for that group, else one all-reduce. On
+       TPUs one all-reduce for all factors follows the reduce-scatters.
     2. Slices, which are free; they follow the gathers if there are any.
-    3. Gathers.
-    4. Moves between dims, one all-to-all for each axis.
+    3. Gathers: one for each dim, the last dim first; on TPUs one for all dims.
+    4. Moves between dims: one all-to-all for each axis. Several axes that leave one dim for one other dim move in one,
+       unless something is gathered.
 
     Three cases differ. If one of several axes of a dim moves together with another change, the whole tensor is gathered
     (XLA's "involuntary full rematerialization"). If an axis changes on a dim whose minor axes stay, the shard is sent
@@ -239,15 +260,18 @@ def waves(
     emitted_waves: list[Wave] = []
 
     def mask(condition: NDArray[np.bool_]) -> Bits:
+        """Convert a condition [from, to, axes] to the axes for which it is true, as bits [from, to]."""
         bits = np.zeros(pairs, dtype=np.int32)
         for axis in range(count):
             bits |= condition[..., axis].astype(np.int32) << axis
         return bits
 
     def only(groups: Bits, table: list[Emitted], how: Emitted) -> Bits:
+        """Return the groups that `table` emits in the form `how`, and 0 in place of the others."""
         return groups * np.array([each is how for each in table])[groups]
 
     def add(kind: Kind, groups: Bits, item: int) -> None:
+        """Append a wave of the present local elements, `item` bytes each, unless no pair has a group."""
         if groups.any():
             emitted_waves.append(Wave(kind, groups, local * item))
 
@@ -302,7 +326,10 @@ def waves(
 
 
 def extents(states: States, sizes: Sequence[int], axis_sizes: Sequence[int]) -> NDArray[np.float64]:
-    """Return the elements of the last dim on one device in each state, [states]."""
+    """Return the elements of the last dim on one device in each state, not rounded, [states].
+
+    A scalar counts as one element. Arguments are as in `local_elements`.
+    """
     parts = np.where(states == len(sizes) - 1, np.array(axis_sizes), 1).prod(axis=1)
     return (sizes[-1] if sizes else 1) / parts
 
@@ -311,6 +338,10 @@ def _conflicts(
     f: States, t: States, moved: NDArray[np.bool_], gathered: NDArray[np.bool_]
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_], Bits]:
     """Return the pairs that gather everything, the pairs whose moves are one, and the axes that need a permute.
+
+    A pair gathers everything if an axis moves that shares a dim with another axis, and anything else changes. Its moves
+    are one if all leave one dim for one other and nothing is gathered. An axis needs a permute if it changes on a dim
+    whose minor axis stays, or moves to a dim that a minor axis slices.
 
     The first two are masks [from, to], the axes are bits. `f` and `t` are the states at both ends, `moved` and
     `gathered` are masks [from, to, axes].

@@ -43,13 +43,14 @@ DEFAULT = {
     FactorKind.NEED_REPLICATION: Handling.WHOLE,
     FactorKind.PERMUTATION: Handling.WHOLE,
 }
+"""Treatment of each kind of factor for ops without an exception."""
 
 Condition = Callable[[OpGraph, Op, int], bool]
 """Test if a row applies to a factor (by number) of an op."""
 
 
 def _always(graph: OpGraph, op: Op, factor: int) -> bool:
-    """Return True."""
+    """Return True: the condition of a row that always applies."""
     return True
 
 
@@ -102,11 +103,14 @@ class HandlingRow:
     factor: FactorKind | None
     """Kind of the factor; None for any kind."""
     handling: Handling
+    """Treatment that the row gives the factor."""
     when: Condition = _always
+    """Further condition on the factor."""
     backend: str | None = None
     """Backend that the row applies to; None for all backends."""
 
 
+# Exceptions, in the order in which they are tried for an op.
 _ROWS = (
     HandlingRow("*", None, Handling.WHOLE, _on_compound_dim),
     HandlingRow("*", None, Handling.WHOLE, _called_by_hand),
@@ -127,7 +131,11 @@ TABLE: dict[str, tuple[HandlingRow, ...]] = {
 
 
 def handling(graph: OpGraph, op: Op, factor: int, backend: str) -> Handling:
-    """Return the treatment of one factor of an op on a backend (`cpu`, `tpu`, `gpu`)."""
+    """Return the treatment of one factor (number) of an op on a backend (`cpu`, `tpu`, `gpu`).
+
+    An op without a rule is whole, and a factor with a halo is `HALO`. Then rows for every op, rows for the op's kind,
+    and the defaults decide, in this order.
+    """
     if op.rule is None:
         return Handling.WHOLE
     kind = op.rule.kinds[factor]
@@ -140,13 +148,15 @@ def handling(graph: OpGraph, op: Op, factor: int, backend: str) -> Handling:
 
 
 def whole_factors(graph: OpGraph, op: Op, backend: str) -> frozenset[int]:
-    """Return the factors that no strategy splits."""
+    """Return the factors, by number, that no strategy splits; empty for an op without a rule."""
     count = len(op.rule.sizes) if op.rule else 0
     return frozenset(f for f in range(count) if handling(graph, op, f, backend) is Handling.WHOLE)
 
 
 def inner_collectives(graph: OpGraph, op: Op, states: States, axes: Sequence[int], backend: str) -> list[Inner]:
     """Return the collectives that run as part of an op, as opposed to reshards of its operands and results.
+
+    They are swaps, then halo exchanges, then shifts; an op without a rule has none.
 
     - `states`: factor that each mesh axis splits, [states, axes].
     - `axes`: sizes of the mesh axes.
@@ -162,7 +172,10 @@ def inner_collectives(graph: OpGraph, op: Op, states: States, axes: Sequence[int
 
 
 def _swaps(graph: OpGraph, op: Op, factor: int, states: States, axes: Sequence[int]) -> list[Inner]:
-    """Return one permute of the operand's shard over all axes of the factor, for each set of axes."""
+    """Return one permute of the first operand's shard over all axes of the factor, for each set of axes.
+
+    A roll sends only the share that crosses to another device.
+    """
     record = graph.tensors[op.operands[0]]
     assert op.rule is not None
     present = [f for dim in op.rule.operands[0] for f in dim]

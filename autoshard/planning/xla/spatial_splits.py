@@ -18,6 +18,7 @@ class Inner:
 
     kind: Kind
     axes: tuple[int, ...]
+    """Mesh axes of the group, by number."""
     size: Seconds
     """Bytes as `Collectives.time` counts them, [states]; 0 in states that do not need the collective."""
     senders: float = 1.0
@@ -30,7 +31,10 @@ class Inner:
     """Kind of collective with the same duration, if shards are not sent to neighbours."""
 
     def times(self, collectives: Collectives, state: int | None = None) -> tuple[Seconds, Seconds]:
-        """Return the seconds in one execution of the op, and the exposed part of them, in every state or in one."""
+        """Return the seconds in one execution of the op, and the exposed part of them, each [states].
+
+        All `count` executions of the collective count. With `state` the arrays have one entry, that of the state.
+        """
         at = slice(None) if state is None else slice(state, state + 1)
         names, size = tuple(collectives.mesh.names[a] for a in self.axes), self.size[at]
         each = np.where(size > 0, collectives.time(self.as_kind or self.kind, names, size), 0.0) * self.count
@@ -40,7 +44,8 @@ class Inner:
 def even_halos(op: Op, states: States, axes: Sequence[int]) -> NDArray[np.bool_]:
     """Return a mask of the allowed states, [states].
 
-    A state is allowed outside of regions. Inside, all splits must be even, and no halo may reach past the next shard.
+    A state in a manual region (`in_region`) is allowed if all splits are even. No halo may reach past the next shard in
+    any state.
     """
     assert op.rule is not None
     uneven = np.zeros(len(states), dtype=bool)
@@ -66,7 +71,7 @@ def in_region(op: Op, states: States) -> NDArray[np.bool_]:
 
 
 def split_in_space(op: Op, states: States) -> NDArray[np.bool_]:
-    """Return a mask of the states in which an axis splits a windowed dim."""
+    """Return a mask of the states in which an axis splits a windowed dim, one that has a halo, [states]."""
     split: NDArray[np.bool_] = np.zeros(len(states), dtype=bool)
     for halo in op.halos:
         split |= np.any(states == halo.factor, axis=1)
@@ -82,7 +87,10 @@ def extended_elements(graph: OpGraph, op: Op, states: States, axes: Sequence[int
 def _extended(
     graph: OpGraph, op: Op, states: States, axes: Sequence[int], dims: int | None = None
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Return the elements with the halos of the first `dims` windowed dims, and a mask of the states with halos."""
+    """Return the elements of the first operand's shard with halos, and a mask of the states with halos, each [states].
+
+    Only the halos of the first `dims` windowed dims count; None for all.
+    """
     assert op.rule is not None
     size = local_elements(states, _sizes(graph, op), axes)
     has_halo = np.zeros(len(states), dtype=bool)
@@ -143,7 +151,10 @@ def halo_exchanges(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) 
 
 
 def near_shifts(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) -> NDArray[np.bool_]:
-    """Return a mask of the states in which a slice's or pad's result shards need only neighbouring operand shards."""
+    """Return a mask of the states in which a slice's or pad's result shards need only neighbouring operand shards.
+
+    All states of other ops satisfy it.
+    """
     near = np.ones(len(states), dtype=bool)
     for factor, places in op.offsets:
         before, after = _lengths(graph, op, factor)
@@ -155,6 +166,8 @@ def near_shifts(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) -> 
 
 def shifts(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) -> list[Inner]:
     """Return the permutes of a slice or pad along split dims: the elements past the edges of the shards, for each dim.
+
+    Other ops have none. In each direction as many elements pass as any shard needs.
 
     - `states`: factor that each mesh axis splits, [states, axes].
     - `axes`: sizes of the mesh axes.
@@ -194,7 +207,7 @@ def _reaches(before: int, after: int, places: int, parts: int) -> tuple[int, int
 
 
 def _lengths(graph: OpGraph, op: Op, factor: int) -> tuple[int, int]:
-    """Return the elements of a factor's dim in the first operand and in the result."""
+    """Return the sizes of a factor's dim in the first operand and in the first result; it must be a dim alone."""
     assert op.rule is not None
     sides = (op.operands[0], op.rule.operands[0]), (op.results[0], op.rule.results[0])
     before, after = (graph.tensors[tensor].shape[dims.index((factor,))] for tensor, dims in sides)

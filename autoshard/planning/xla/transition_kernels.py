@@ -16,7 +16,9 @@ from autoshard.planning.xla.axis_assignments import PARTIAL, WHOLE
 
 
 Floats = NDArray[np.float64]
+"""Array of seconds, bytes or elements."""
 Ints = NDArray[np.int64]
+"""Array of states, kinds or sets of axes."""
 
 GATHER, SCATTER, REDUCE, EXCHANGE, PERMUTE = range(5)
 """Positions of the kinds in `cost.KINDS`."""
@@ -34,6 +36,7 @@ class Rules(NamedTuple):
     gathering: Ints
     """Form (`Emitted`) of an all-gather, [groups]."""
     tpu: bool
+    """True if the compiler joins sums and gathers as TPU compilers do (`Traits.joins_sums`)."""
     odd: float
     """Elements of the last dim that a TPU's reduce-scatter may not leave, modulo twice as many."""
     launch: Floats
@@ -60,12 +63,14 @@ class Ends(NamedTuple):
     minor: Floats
     """Elements of the last dim on one device, [from]."""
     dims: int
+    """Number of the tensor's dims."""
 
 
 class Sizes(NamedTuple):
     """Bytes of an element, and the treatment of sums."""
 
     item: int
+    """Bytes of an element outside of sums."""
     reduced: int
     """Bytes of an element where partial sums are reduced."""
     collected: bool
@@ -78,21 +83,26 @@ class Steps(NamedTuple):
     place: Ints
     """Position of a collective among all that any pair can have."""
     kind: Ints
+    """Position of its kind in `cost.KINDS`."""
     group: Ints
+    """Mesh axes of its group as bits."""
     size: Floats
     """Bytes as `Collectives.time` counts them."""
 
 
 @njit(cache=True, nogil=True)
 def places(axes, dims):
-    """Return the number of positions that `Steps.place` can have."""
+    """Return the number of positions that `Steps.place` can have for so many mesh axes and dims.
+
+    They are those of sums, one permute, gathers and all-to-alls, in this order.
+    """
     return axes * (2 * (axes + 1) + 1) + 2 + 2 * (dims + axes) + 1 + axes
 
 
 # The functions that run for every pair are inlined, since passing the records costs as much as the work.
 @njit(cache=True, nogil=True, inline="always")
 def _add(steps, count, place, kind, group, size):
-    """Append a collective unless its group is empty; return the new number of collectives."""
+    """Write a collective at position `count` of `steps` unless its group is empty; return the new count."""
     if group == 0:
         return count
     steps.place[count] = place
@@ -104,7 +114,14 @@ def _add(steps, count, place, kind, group, size):
 
 @njit(cache=True, nogil=True, inline="always")
 def _sum(rules, f, t, last, minor, local, item, steps):
-    """Fill in the reductions of a pair; return their number and the elements left on a device."""
+    """Fill in the reductions of a pair in `steps`; return their number and the elements left on a device.
+
+    - `f`, `t`: states at the source and at the target, [axes].
+    - `last`: number of the last dim.
+    - `minor`: elements of the last dim on one device.
+    - `local`: elements on one device.
+    - `item`: bytes of an element in sums.
+    """
     axes = len(f)
     count, summed, totals, ends_last = 0, 0, 0, 0
     for axis in range(axes):
@@ -151,7 +168,8 @@ def _sum(rules, f, t, last, minor, local, item, steps):
 def _conflicts(f, t, moved, gathered):
     """Return True if the pair gathers everything, True if its moves are one, and the axes that need a permute.
 
-    The axes are a set of bits.
+    The axes are a set of bits, as are `moved` and `gathered`. `f` and `t` are the states at both ends. It repeats
+    `axis_assignments._conflicts` for one pair.
     """
     axes = len(f)
     shares, together, swaps, reshards, several = False, True, 0, 0, 0
@@ -180,7 +198,12 @@ def _conflicts(f, t, moved, gathered):
 def _steps(rules, f, t, summed, shared, dims, minor, local, sizes, steps):
     """Fill in the collectives of one pair as `waves` has them; return their number.
 
-    `summed` is True if there are partial sums, `shared` if axes share a dim at either end.
+    - `f`, `t`: states at the source and at the target, [axes].
+    - `summed`: True if there are partial sums.
+    - `shared`: True if axes share a dim at either end.
+    - `dims`: number of the tensor's dims.
+    - `minor`, `local`: elements of the last dim, and of the tensor, on one device.
+    - `steps`: filled with the collectives.
     """
     axes, count = len(f), 0
     if summed:
@@ -235,7 +258,10 @@ def _steps(rules, f, t, summed, shared, dims, minor, local, sizes, steps):
 
 @njit(cache=True, nogil=True, inline="always")
 def _seconds(rules, kind, group, size):
-    """Return the seconds of one collective, as `Collectives.time_of_groups` does."""
+    """Return the seconds of one collective of `size` bytes, as `Collectives.time_of_groups` does.
+
+    Measured curves are interpolated linearly between powers of two, and extended by their last segment.
+    """
     points = rules.curves.shape[2]
     if points > 0:
         size = max(size, 2.0**FIRST_POWER)
@@ -251,6 +277,8 @@ def _seconds(rules, kind, group, size):
 @njit(cache=True, nogil=True, inline="always")
 def _charge(rules, shares, links, least_of, steps, count, before, rank, spent, first):
     """Add the seconds of a pair's collectives to `spent`, [links], whose last entry is the exposed channel.
+
+    The larger of the two hidden parts counts, and it goes to every link of the group.
 
     - `shares`: hidden shares, [2, kinds, groups]: of a collective's whole time, and of the time for its bytes only.
     - `links`: mesh axes of each link as bits.
@@ -296,7 +324,9 @@ def charge_pairs(rules, shares, links, early, ends, sizes, turns, tables, first)
 
     - `shares`: hidden shares, [2, kinds, groups]: of a collective's whole time, and of the time for its bytes only.
     - `links`: mesh axes of each link as bits.
-    - `early`: ends of the gathers that run first, one for each row.
+    - `early`: ends of the gathers that run first, one for each row; empty if there are none.
+    - `ends`: states at both ends, [from] and [to].
+    - `sizes`: bytes of an element, and the treatment of sums.
     - `turns`: turn of each row, [from].
     - `first`: filled with the order in which tables receive their first entry: by turn, then by collective. Entries of
       empty tables are unchanged.
@@ -340,7 +370,10 @@ def charge_pairs(rules, shares, links, early, ends, sizes, turns, tables, first)
 
 @njit(cache=True, nogil=True)
 def count_fusions(source, target, last, found):
-    """Fill `found`, [from, to], with the fusions that `relayouts` counts."""
+    """Add to `found`, [from, to], the fusions that `relayouts` counts: at most one for gathers, one for scatters.
+
+    There is one if the axes of that way change several dims, or the `last` dim.
+    """
     for i in range(len(source)):
         for j in range(len(target)):
             for way in range(2):

@@ -31,7 +31,10 @@ class MediaForm:
 
 
 def forms_of(names: set[str], media: Media) -> tuple[MediaForm, ...]:
-    """Return the forms of a model's media, the plainest first; `names` are the arguments of its code."""
+    """Return the forms of a model's media, the plainest first; `names` are the arguments of its code.
+
+    A model without media has a form without masks and, if it accepts an attention mask, one with masks.
+    """
     masks = bool(names & MASKS.keys())
     pixels = media.shapes.get("pixel_values", ())
     dims = (0, 1, 2) if len(pixels) == 4 else (0,)
@@ -45,7 +48,13 @@ def forms_of(names: set[str], media: Media) -> tuple[MediaForm, ...]:
 
 
 def in_form(media: Media, form: MediaForm, names: set[str], config: Any) -> Media:
-    """Return the media in the form, with the model's further inputs for them."""
+    """Return a copy of the media in the form, with the model's further inputs for them.
+
+    - `media`: images and sounds as `media_of` returns them.
+    - `form`: form to convert them to.
+    - `names`: arguments of the model's code.
+    - `config`: the model's configuration.
+    """
     import numpy as np
 
     shapes = dict(media.shapes)
@@ -81,6 +90,9 @@ def _apart(
 ) -> tuple[tuple[int, ...], Any]:
     """Return the shape of patches [patches, C T P P] with separate dims for channels and sides, and each image's grid.
 
+    `CPP` gives [patches, channels, P, P]. `PPC` gives [merged patches, P, P, channels], with P the side of a merged
+    patch.
+
     - `form`: `CPP`, or `PPC` for patches merged into one.
     - `pixels`: shape of the patches.
     - `patch`: side of a patch in pixels.
@@ -94,7 +106,7 @@ def _apart(
 
 
 def _places(batch: int, rows: int, columns: int) -> Any:
-    """Return the column and row of each patch [B, patches, 2]."""
+    """Return the column and row of each of `rows` x `columns` patches, the same for all examples [B, patches, 2]."""
     import numpy as np
 
     across, down = np.meshgrid(np.arange(columns), np.arange(rows))
@@ -102,7 +114,7 @@ def _places(batch: int, rows: int, columns: int) -> Any:
 
 
 def _counts(config: Any, dims: int) -> tuple[int, ...]:
-    """Return the number of images of an example, and the largest number of tiles; `dims` selects the first of the two.
+    """Return the first `dims` (1 or 2) of: the number of images of an example, the largest number of tiles.
 
     An example has one image, or two if the model matches them.
     """
@@ -114,7 +126,7 @@ def _counts(config: Any, dims: int) -> tuple[int, ...]:
 
 
 def _pixels(shapes: dict[str, tuple[int, ...]], config: Any) -> Any:
-    """Return ones [B, images] if images have a dim of their own, else [B, H, W]; None without images."""
+    """Return a mask of ones [B, images] if images have a dim of their own, else [B, H, W]; None without images."""
     import numpy as np
 
     shape = shapes.get("pixel_values")
@@ -124,7 +136,7 @@ def _pixels(shapes: dict[str, tuple[int, ...]], config: Any) -> Any:
 
 
 def _tiles(shapes: dict[str, tuple[int, ...]], config: Any) -> Any:
-    """Return ones [B, images, tiles]; None if images have no tiles."""
+    """Return a mask of ones [B, images, tiles]; None if images have no tiles."""
     import numpy as np
 
     shape = shapes.get("pixel_values", ())
@@ -159,7 +171,7 @@ def _size(shapes: dict[str, tuple[int, ...]], config: Any) -> Any:
 
 
 def _frames(shapes: dict[str, tuple[int, ...]], config: Any) -> Any:
-    """Return ones [B, frames] for spectra; None without these."""
+    """Return a mask of ones [B, frames] for spectra; the frames are the dim that is not the bins. None without any."""
     import numpy as np
 
     shape = shapes.get("input_features")
@@ -170,7 +182,7 @@ def _frames(shapes: dict[str, tuple[int, ...]], config: Any) -> Any:
 
 
 def _samples(shapes: dict[str, tuple[int, ...]], config: Any) -> Any:
-    """Return ones [B, T] for samples of sound; None without these."""
+    """Return a mask of ones [B, T] for samples of sound; None without these."""
     import numpy as np
 
     shape = shapes.get("input_values")
@@ -194,7 +206,13 @@ MASKS: dict[str, Callable[[dict[str, tuple[int, ...]], Any], Any]] = {
 def further_data_shapes(
     names: set[str], config: Any, batch: int, seq: int | None
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """Return the shapes of a model's further inputs: ids, and floats; `seq` is None without a text."""
+    """Return the shapes of a model's further inputs by name: those of ids, and those of floats.
+
+    - `names`: arguments of the model's code.
+    - `config`: the model's configuration.
+    - `batch`: number of examples.
+    - `seq`: tokens of a text; None without a text.
+    """
     ids: dict[str, tuple[int, ...]] = {}
     if seq is not None and "qformer_input_ids" in names:
         ids["qformer_input_ids"] = (batch, seq)
@@ -216,9 +234,9 @@ def further_data_shapes(
 
 
 def further_text_inputs(names: set[str], config: Any, size: tuple[int, int], masks: bool) -> dict[str, Any]:
-    """Return a text model's further inputs for sequences of `size` [B, S], as numpy arrays.
+    """Return a text model's further inputs for sequences of `size` [B, S], as numpy arrays by name.
 
-    With `masks` they include masks that hide no token.
+    `names` are the arguments of the model's code. With `masks` they include masks that hide no token, and boxes.
     """
     import numpy as np
 
@@ -245,13 +263,13 @@ def further_text_inputs(names: set[str], config: Any, size: tuple[int, int], mas
 
 
 def text_shape(config: Any, batch: int, seq: int) -> tuple[int, ...]:
-    """Return the shape of ids; if a text's token has several codes of sound, all of them lie along a last dim."""
+    """Return the shape of ids: [B, S], or [B, S, codes + 1] if a token of the text has several codes of sound."""
     books = getattr(config, "num_codebooks", None) if hasattr(config, "codebook_vocab_size") else None
     return (batch, seq, books + 1) if isinstance(books, int) else (batch, seq)
 
 
 def decoder_shape(config: Any, batch: int, seq: int) -> tuple[int, ...]:
-    """Return the shape of a decoder's ids; several codes written at once lie along the batch or a last dim."""
+    """Return the shape of a decoder's ids: [B, S], or [B codes, S] or [B, S, channels] for several codes at once."""
     decoder = getattr(config, "decoder", None) or getattr(config, "decoder_config", None)
     books, channels = getattr(decoder, "num_codebooks", None), getattr(decoder, "num_channels", None)
     if isinstance(books, int):

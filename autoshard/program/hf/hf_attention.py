@@ -21,6 +21,7 @@ NAME = "autoshard"
 _PLAIN = {"is_causal", "scaling", "sliding_window", "softcap", "position_bias", "s_aux", "sinks"}
 """Options of attention that `hf_attention` computes."""
 
+# Names of lengths and longest lengths of packed queries and keys: `cu_seq_lens_q` and such.
 _IDLE = {"dropout", "attention_mask", "query", "key", "value", "output_attentions", "position_ids", "deterministic"} | {
     f"{part}_{of}" for part in ("cu_seq_lens", "max_length") for of in "qk"
 }
@@ -80,7 +81,10 @@ def hf_attention(
 
 
 def _added(mask: Any, like: Any) -> Any:
-    """Return a mask as an additive term for scores."""
+    """Return a mask as an additive term for scores: a boolean mask (True attends) as 0 or the least float32.
+
+    It has the dtype of `like`. Any other mask is returned unchanged.
+    """
     import jax.numpy as jnp
 
     return jnp.where(mask, 0.0, jnp.finfo(jnp.float32).min).astype(like.dtype) if mask.dtype == jnp.bool_ else mask
@@ -96,7 +100,7 @@ def _added_mask(query: Any, key: Any) -> Any:
 
 
 def hf_mask(*, attention_mask: Any = None, mask_function: Any = None, config: Any = None, **options: Any) -> Any:
-    """Return the mask that HF modules build before their layers.
+    """Return the mask that HF modules build before their layers; `options` are those of transformers' `sdpa_mask`.
 
     For causal masks, windows and empty masks this is the padding [B, T], or None without padding, since attention
     computes such masks from iotas. Any other mask is a boolean [B or 1, 1, S, T].
@@ -133,7 +137,10 @@ def hf_mask(*, attention_mask: Any = None, mask_function: Any = None, config: An
 
 
 def _all_there(mask: Any) -> bool:
-    """Return True if a padding mask is known to hide nothing, as one that a module creates by default."""
+    """Return True if a padding mask [B, T] is known to hide nothing, as one that a module creates by default.
+
+    No mask, a traced mask and a mask of another rank give False.
+    """
     import jax
     from jax import core
 
@@ -145,7 +152,7 @@ def _all_there(mask: Any) -> bool:
 
 
 def _window(function: Any) -> int | None:
-    """Return the window of a causal or two-sided sliding mask; None for any other mask."""
+    """Return the window, in tokens, of a function of a causal or two-sided sliding mask; None for any other mask."""
     parts = _parts(function)
     names = {each.__qualname__.partition(".")[0] for each in parts}
     if len(parts) != 2 or not names <= {
@@ -161,14 +168,14 @@ def _window(function: Any) -> int | None:
 
 
 def _parts(function: Any) -> tuple[Any, ...]:
-    """Return the functions that `and_masks` combines."""
+    """Return the functions that transformers' `and_masks` combines; the function alone if it is no such mask."""
     if not function.__qualname__.startswith("and_masks."):
         return (function,)
     return tuple(function.__closure__[0].cell_contents)
 
 
 def _names(function: Any) -> str:
-    """Return the names of a mask's function and of the functions in its closure."""
+    """Return the qualified names of a mask's function and of the functions in its closure, joined by blanks."""
     names = [function.__qualname__]
     for cell in function.__closure__ or ():
         content = cell.cell_contents
@@ -190,7 +197,10 @@ def _cuts_masks(config: Any) -> bool:
 
 @functools.cache
 def _attention_options(module: str) -> frozenset[str]:
-    """Return the names of the options that a module of transformers passes to attention functions."""
+    """Return the names of the options that a module of transformers passes to attention functions, from its source.
+
+    Empty for a module that is not imported or passes none.
+    """
     text = source_of(module)
     calls = re.findall(r"= attention_interface\((.*?)\n\s*\)\n", text, re.S)
     return frozenset(name for call in calls for name in re.findall(r"^\s+(\w+)=", call, re.M))
@@ -207,7 +217,7 @@ def source_of(module: str) -> str:
 
 
 def register_attention() -> None:
-    """Register `autoshard` as an attention implementation of transformers."""
+    """Register `autoshard` globally in transformers, as an implementation of attention and of its masks."""
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
@@ -216,7 +226,9 @@ def register_attention() -> None:
 
 
 def choose_attention(model: Any) -> None:
-    """Select this attention for the modules that look up their implementation; `model` was built for eager attention.
+    """Select this attention in the configurations of modules that look up their implementation, in place.
+
+    `model` was built for eager attention.
 
     Modules of one kind share a configuration. If some of their code has its own attention, none of them is changed.
     """

@@ -35,7 +35,11 @@ def hf_eager(
 ) -> EagerCall:
     """Return the functions with which transformers runs `model` with random weights on the host.
 
+    A call returns the loss in training, else the logits, or all outputs of a model without logits. Attention and
+    experts are transformers' eager ones.
+
     - `model`: the module on the meta device.
+    - `task`: inputs of the model.
     - `training`: True to return the loss.
     - `prepare`: puts a model into the mode in which it is traced.
     - `retrace`: traces a reduced model with at most this many parameters, which is compared instead of a large one.
@@ -44,6 +48,7 @@ def hf_eager(
     import torch
 
     def rebuild(seed: int) -> Any:
+        """Return the module with random weights of a seed on the host, with eager attention and experts."""
         module = materialised(model, seed)
         for child in module.modules():
             config = getattr(child, "config", None)
@@ -52,6 +57,7 @@ def hf_eager(
         return module
 
     def call(module: Any, batch: Mapping[str, Any]) -> Any:
+        """Run the module on a batch of host arrays by name; return the loss, the logits or all outputs."""
         given = {key: host_tensor(value, torch.int64) for key, value in batch.items()}
         labels = given.pop("labels", None)
         arrays = {key: value for key, value in task.call(given).items() if isinstance(value, np.ndarray)}
@@ -65,7 +71,11 @@ def hf_eager(
 
 
 def _loss(module: Any, out: Any, labels: Any) -> Any:
-    """Compute the loss that a step of the model minimises: cross entropy, its own, or a mean of squares."""
+    """Compute the scalar loss that a step of the model minimises, as `Objective.of` chooses it.
+
+    It is the cross entropy of logits with labels if both exist, else the model's own loss. Without one it is the mean
+    of squares of the first output.
+    """
     import torch
 
     logits = out.get("logits") if isinstance(out, Mapping) else None
@@ -79,7 +89,11 @@ def _loss(module: Any, out: Any, labels: Any) -> Any:
 
 
 def reduced_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Reduce layers, widths, heads, experts and the vocabulary of a configuration, and of nested ones."""
+    """Return a copy of a configuration with fewer layers, heads and experts, narrower widths and a smaller vocabulary.
+
+    Nested configurations are reduced too. Fields below the limits are unchanged; special tokens stay in the vocabulary.
+    Equal numbers of query and key-value heads stay equal.
+    """
     reduced = copy.deepcopy(dict(fields))
     for key, value in fields.items():
         if isinstance(value, Mapping):
@@ -103,7 +117,7 @@ def reduced_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def form_words(model: Any) -> str:
-    """Describe a reduced model by its layers, width and dtype."""
+    """Describe a reduced model by its layers, width and dtype, as in `4 layers of width 128, in float32`."""
     config = model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     layers = [getattr(text, key) for key in ("num_hidden_layers", "num_layers", "n_layer") if hasattr(text, key)]
@@ -113,7 +127,10 @@ def form_words(model: Any) -> str:
 
 
 def reduced_twin(program: Any, parameters: int) -> EagerTwin:
-    """Return the twin of a reduced program. Raises `UserError` if it has more than `parameters` parameters."""
+    """Return the twin of a reduced program, with its form in words.
+
+    Raises `UserError` if it has more than `parameters` parameters.
+    """
     twin = program.eager
     if twin.parameters > parameters:
         raise UserError("no smaller form of its configuration is known")
@@ -144,7 +161,11 @@ class Objective:
         """Upper bound, exclusive, of the labels."""
 
     def of(self, out: Any, labels: Any) -> Any:
-        """Return the scalar loss. Raises `OtherLabels`, and `UserError` for a model without a head."""
+        """Return the scalar loss of the outputs `out`; `labels` is None without labels.
+
+        Changes `classes`, and may extend the notes. Raises `OtherLabels` if the outputs need labels of another shape,
+        or none. Raises `UserError` for a model without a head or without floating outputs.
+        """
         import jax
         import jax.numpy as jnp
 

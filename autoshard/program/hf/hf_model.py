@@ -13,6 +13,7 @@ from autoshard.program.torch_ops.torch_imports import import_model_code
 
 
 _NOT_FIELDS = {"architectures", "model_type", "torch_dtype", "dtype", "transformers_version"}
+"""Keys of a saved configuration that its class does not accept, or that are decided here."""
 
 _HEADS = (
     "CAUSAL_LM",
@@ -52,6 +53,10 @@ _HEADS = (
 def build_model(name: str, fields: dict[str, Any], dtype: str) -> Any:
     """Return the torch module of a configuration, with weights on the meta device, in evaluation mode.
 
+    - `name`: name of the model in errors.
+    - `fields`: fields of the configuration; the first of `architectures` is the class to build.
+    - `dtype`: torch's name of the dtype of weights; saved statistics are float32.
+
     Raises `UserError` for a model type or an architecture that transformers lacks, and for fields that it cannot use.
     """
     import torch
@@ -81,7 +86,10 @@ def build_model(name: str, fields: dict[str, Any], dtype: str) -> Any:
 
 
 def config_fields(config_class: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a saved configuration that its configuration class takes."""
+    """Return the fields of a saved configuration that its configuration class accepts, special floats decoded.
+
+    Private keys and `_NOT_FIELDS` are left out.
+    """
     known = {key: value for key, value in fields.items() if not key.startswith("_") and key not in _NOT_FIELDS}
     decode = getattr(
         config_class, "_decode_special_floats", None
@@ -90,7 +98,10 @@ def config_fields(config_class: Any, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _config_class(name: str, kind: str) -> Any:
-    """Return the configuration class of a model type, which may be defined in another model's code."""
+    """Return the configuration class of a model type, which may be defined in another model's code.
+
+    Raises `UserError`, with `name` as the model's name, if transformers lacks the model type or the class.
+    """
     auto = import_model_code("transformers.models.auto.configuration_auto")
     class_name = auto.CONFIG_MAPPING_NAMES.get(kind) or auto.CONFIG_MAPPING_NAMES.get(kind.replace("-", "_"))
     if class_name is None:
@@ -110,7 +121,12 @@ def _config_class(name: str, kind: str) -> Any:
 def _model_class(name: str, kind: str, config_class: Any, architecture: str | None) -> Any:
     """Return the class called `architecture`, or else the likeliest class with a head for the configuration.
 
-    A class that takes the whole configuration precedes one that takes its text part.
+    - `name`: name of the model in errors.
+    - `kind`: model type.
+    - `config_class`: class of the configuration.
+    - `architecture`: name of the class; None to choose in the order of `_HEADS`.
+
+    A class for the whole configuration precedes one for its text part. Raises `UserError` if there is none.
     """
     folder = config_class.__module__.rpartition(".")[0]
     auto = import_model_code("transformers.models.auto.modeling_auto")
@@ -137,7 +153,10 @@ def _model_class(name: str, kind: str, config_class: Any, architecture: str | No
 
 
 def has_head(architecture: str) -> bool:
-    """Return True if a class is for a task, by transformers' automatic classes or its own name."""
+    """Return True if a class is for a task: its name ends with no `Model`, or an automatic class of a task has it.
+
+    A name with `LMHead` is for a task too.
+    """
     auto = import_model_code("transformers.models.auto.modeling_auto")
     if not architecture.endswith("Model") or "LMHead" in architecture:
         return True
@@ -146,7 +165,10 @@ def has_head(architecture: str) -> bool:
 
 
 def _offered(folder: str, text: str | None, shared: Collection[str]) -> Any:
-    """Return the model class called `text` from the model's own code, or a shared one; None if there is neither."""
+    """Return the model class called `text` from the model's own code in `folder`; None if there is none.
+
+    A name among `shared` may also come from the code of another model. `text` None gives None.
+    """
     for module in _modules(folder, "modeling_") if text else ():
         candidate = getattr(module, str(text), None)
         if _is_model(candidate):
@@ -163,13 +185,16 @@ def _shared(text: Any) -> Any:
 
 
 def _takes(model_class: Any, config_class: Any) -> bool:
-    """Return True if a model class takes configurations of this class."""
+    """Return True if a model class accepts configurations of this class, or names no class of configurations."""
     wanted = getattr(model_class, "config_class", None)
     return wanted is None or issubclass(config_class, wanted)
 
 
 def _part_for(model_class: Any, config: Any) -> Any:
-    """Return the configuration, or the nested one that a model class takes, as a class of a decoder alone does."""
+    """Return the configuration, or the first nested one that a model class accepts if it does not accept the whole.
+
+    The whole configuration is returned if no nested one fits either.
+    """
     if _takes(model_class, type(config)):
         return config
     parts = [getattr(config, key, None) for key in getattr(config, "sub_configs", {})]
@@ -177,10 +202,14 @@ def _part_for(model_class: Any, config: Any) -> Any:
 
 
 def runnable_part(model: Any) -> tuple[Any, tuple[str, ...]]:
-    """Return the module, or its first part with a forward pass if the module itself has none, and notes."""
+    """Return the module, or its first child model with a forward pass if the module itself has none, and notes.
+
+    The note names the part and the other parts. A module without such a part is returned as it is.
+    """
     import torch
 
     def acts(module: Any) -> bool:
+        """Return True if the module's class defines a forward pass."""
         return type(module).forward is not torch.nn.Module.forward
 
     if acts(model):
@@ -195,7 +224,7 @@ def runnable_part(model: Any) -> tuple[Any, tuple[str, ...]]:
 
 
 def _is_model(offered: Any) -> bool:
-    """Return True for a model class, since a configuration may name any other object of the module."""
+    """Return True for a torch module class of transformers, one with `from_pretrained`, and False for other objects."""
     import torch
 
     return isinstance(offered, type) and issubclass(offered, torch.nn.Module) and hasattr(offered, "from_pretrained")
@@ -213,6 +242,7 @@ def _modules(folder: str, prefix: str) -> Iterator[Any]:
 
 
 def _near(kind: str, known: Any) -> str:
+    """Return the end of a sentence with up to three similar names of `known`; empty if there is none."""
     import difflib
 
     near = difflib.get_close_matches(kind, list(known), 3, 0.6)
@@ -220,7 +250,7 @@ def _near(kind: str, known: Any) -> str:
 
 
 def _widen_statistics(model: Any) -> None:
-    """Store statistics (running means, routing biases) in fp32 for any compute dtype."""
+    """Convert a model's persistent floating buffers (running means, routing biases) to float32, in place."""
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point() and key not in module._non_persistent_buffers_set:
@@ -228,5 +258,8 @@ def _widen_statistics(model: Any) -> None:
 
 
 def _quiet() -> None:
-    """Suppress transformers' advice on kernels and weights, which does not apply to a model without weights."""
+    """Set the logger of transformers to errors only.
+
+    Its advice on kernels and weights does not apply to a model without weights.
+    """
     logging.getLogger("transformers").setLevel(logging.ERROR)

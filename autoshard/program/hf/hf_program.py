@@ -24,6 +24,7 @@ _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16", "f32": "flo
     "float32": "float32",
     "float16": "float16",
 }
+"""Names of dtypes in options -> names of JAX and torch."""
 
 
 _COMPARED_TOKENS = 64
@@ -32,6 +33,8 @@ _COMPARED_TOKENS = 64
 
 def from_config(config: str | Mapping[str, Any], **options: Unpack[ConfigOptions]) -> Program:
     """Return one training step, forward pass or serving step of the model that `config` names or whose fields it has.
+
+    It is a forward pass unless `train` or `serve` is given.
 
     The options are those of `from_torch`, except for `batch_statistics` and `cast_inputs`, and these:
 
@@ -78,6 +81,7 @@ def from_config(config: str | Mapping[str, Any], **options: Unpack[ConfigOptions
     stateful = evaluation_mode(model, training)
 
     def made() -> TorchFunction:
+        """Return the module as a new function under the options."""
         return TorchFunction(
             model,
             layers,
@@ -102,6 +106,7 @@ def from_config(config: str | Mapping[str, Any], **options: Unpack[ConfigOptions
         )
 
     def retrace(parameters: int) -> EagerTwin:
+        """Return the twin of the reduced model in float32, with 2 examples and at most `_COMPARED_TOKENS` tokens."""
         shorter = None if task.seq is None else min(task.seq, _COMPARED_TOKENS)
         small = from_config(
             reduced_fields(fields), train=training, batch=2, seq=shorter, image=image, dtype="float32",
@@ -144,8 +149,11 @@ def _settled(
     The step is the loss in training, else the forward pass. The batch has labels of the shape that the outputs require,
     or none. Changes `function`: its scanned blocks, and `keeps_writes` in training.
 
+    - `function`: the module as a function.
+    - `task`: inputs of the model.
     - `name`: name of the model in errors.
     - `notes`: receives notes about the objective.
+    - `training`: True for the loss.
 
     Raises `UserError` if the module does not run on the task's inputs.
     """
@@ -156,10 +164,12 @@ def _settled(
     objective = Objective(kind, name, notes, has_head(kind))
 
     def forward(params: Any, inputs: Any, *buffers: Any) -> Any:
+        """Run the module; return its logits in inference if it has any, else all outputs."""
         out = function(params, (), task.call(inputs), buffers[0] if buffers else None)
         return out["logits"] if "logits" in out and not training else out
 
     def loss(params: Any, inputs: Any, *buffers: Any) -> Any:
+        """Run the module and return the scalar loss."""
         return objective.of(forward(params, inputs, *buffers), inputs.get("labels"))
 
     function.may_become_stateful = training
@@ -176,6 +186,7 @@ def _settled(
 
 
 def _dtype(text: str, flag: str) -> str:
+    """Return the full name of a dtype that the option `flag` has; raise `UserError` for others than in `_DTYPES`."""
     if text not in _DTYPES:
         raise UserError(f"--{flag.replace('_', '-')} `{text}` is not supported; use bfloat16, float32 or float16.")
     return _DTYPES[text]

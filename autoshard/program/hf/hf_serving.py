@@ -41,6 +41,8 @@ def serving_program(
 
     The cache is stacked like the layers: `cache.model.layers.*.key` [layers, B, heads, length, head size].
 
+    - `function`: the decoder as a function; it is settled here.
+    - `name`: name of the model in errors and in the program's name.
     - `kind`: `prefill` or `decode`. `prefill` writes `batch.input_ids` [B, S] to the first S positions of the cache,
       and the logits [B, V] are those of the last token. `decode` writes `batch.input_ids` [B, 1] at `batch.position`,
       and they attend to all tokens up to there.
@@ -74,6 +76,7 @@ def serving_program(
         data["position"] = jax.ShapeDtypeStruct((), np.int32)
 
     def call(weights: Any, entries: Any, given: Any, buffers: Any) -> tuple[ServingCache, Any]:
+        """Run the module with a cache of these entries; return the cache afterwards and the last token's logits."""
         import jax.numpy as jnp
 
         cache = ServingCache(lowered_environment(), entries, given.get("position"), seq, counted=counted)
@@ -90,6 +93,7 @@ def serving_program(
         return cache, out["logits"][:, -1]
 
     def step(params: Any, cache: Any, batch: Any, *buffers: Any) -> Any:
+        """Return the entries of the updated cache and the logits, and record the model FLOPs in `flops`."""
         with flop_counter.counting() as scope:
             after, logits = call(params, cache, batch, buffers)
         flops[0] = scope[0]
@@ -99,6 +103,7 @@ def serving_program(
     seen: dict[int, Any] = {}
 
     def shapes(weights: Any, given: Any, *buffers: Any) -> Any:
+        """Run the module on an empty cache and record the shapes of each layer's entries in `seen`."""
         cache, logits = call(weights, {}, given, buffers)
         shape = jax.ShapeDtypeStruct
         seen.update({i: jax.tree.map(lambda x: shape(x.shape, x.dtype), parts) for i, parts in cache.seen.items()})
@@ -119,6 +124,7 @@ def serving_program(
     args = (params, entries, data, *extra)
 
     def role(text: str) -> Role:
+        """Return the role of an argument by its name: a parameter, the batch, or the cache and buffers as `OTHER`."""
         if text in params:
             return Role.PARAMETER
         return Role.BATCH if text.startswith("batch.") else Role.OTHER
@@ -144,6 +150,9 @@ def serving_program(
 def _entries(function: TorchFunction, seen: dict[int, Any], length: int, dtype: str) -> dict[str, Any]:
     """Return the shapes of the cache: one stack for each offset of a scanned block, one entry for each other layer.
 
+    Keys, values and indexers have `length` positions; recurrent states have a constant size and their own dtype. The
+    result is by name of the layer, then by part.
+
     - `seen`: shapes of the parts of each layer's cache, for the traced tokens.
     - `length`: number of positions in the cache.
     - `dtype`: dtype of keys and values.
@@ -151,6 +160,7 @@ def _entries(function: TorchFunction, seen: dict[int, Any], length: int, dtype: 
     import jax
 
     def full(part: str, value: Any, repeats: int | None) -> Any:
+        """Return the shape of one part of an entry, stacked over `repeats` layers unless that is None."""
         lead = () if repeats is None else (repeats,)
         if part == "indexer":
             return jax.ShapeDtypeStruct((*lead, value.shape[0], length, *value.shape[2:]), jax.numpy.dtype(dtype))

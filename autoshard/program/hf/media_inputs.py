@@ -62,7 +62,10 @@ def media_of(
 
 
 def _first(config: Any, *fields: str, default: Any = None) -> Any:
-    """Return the first of the fields that the configuration, or that of its vision or sound tower, has."""
+    """Return the first of the fields that is not None in the configuration or one of its towers', else `default`.
+
+    The configuration itself is searched for all fields first, then the parts in the order of `_parts`.
+    """
     for part in _parts(config):
         for field in fields:
             value = getattr(part, field, None)
@@ -72,7 +75,7 @@ def _first(config: Any, *fields: str, default: Any = None) -> Any:
 
 
 def _parts(config: Any) -> list[Any]:
-    """Return the configuration and the nested ones of its towers."""
+    """Return the configuration, the nested ones of its towers, and those within these."""
     towers = ("vision_config", "image_encoder", "backbone_config", "encoder_config", "audio_config", "speech_config")
     configs = [config] + [part for key in towers if (part := getattr(config, key, None)) is not None]
     encoder = getattr(config, "encoder", None)
@@ -84,7 +87,10 @@ def _parts(config: Any) -> list[Any]:
 
 
 def _size(config: Any, name: str, image: int | None) -> tuple[int, int]:
-    """Return height and width of images. Raises `UserError` if `image` differs from a fixed size."""
+    """Return height and width of images in pixels: the configuration's, else `image`, else 224.
+
+    Raises `UserError`, with `name` as the model's name, if `image` differs from a fixed size.
+    """
     fixed = _first(config, "image_size", "crop_size")
     ratios = getattr(config, "scaled_images_ratios", None)  # smaller copies, whose patches are images
     if ratios and isinstance(getattr(config, "patch_size", None), int):
@@ -101,12 +107,17 @@ def _size(config: Any, name: str, image: int | None) -> tuple[int, int]:
 
 
 def _channels(config: Any) -> int:
+    """Return the number of channels of images, by default 3."""
     value = _first(config, "num_channels", "in_channels", "in_chans", "num_input_channels", default=3)
     return int(value) if isinstance(value, int) else 3
 
 
 def _images(config: Any, names: set[str], name: str, batch: int, image: int | None, room: int | None) -> Media:
-    """Return images [B, C, H, W], with frames or tiles before C if the configuration has a number of them."""
+    """Return images [B, C, H, W], with frames or tiles before C if the configuration has a number of them.
+
+    Sizes of images are added if the model accepts them. Tokens are the configuration's, else the number of patches;
+    None without a patch size.
+    """
     import numpy as np
 
     size, channels = _size(config, name, image), _channels(config)
@@ -128,7 +139,10 @@ def _images(config: Any, names: set[str], name: str, batch: int, image: int | No
 
 
 def _patches(config: Any, batch: int, image: int | None, room: int | None) -> Media:
-    """Return patches of all images in one dim [B patches, C T P P], and each image's time, height and width."""
+    """Return patches of all images in one dim [B patches, C T P P], and each image's time, height and width in patches.
+
+    Images are squares of `image` pixels, or else of at most 224 pixels and `room` tokens (16 a side without a text).
+    """
     import numpy as np
 
     patch = int(_first(config, "patch_size", default=14))
@@ -146,12 +160,15 @@ def _patches(config: Any, batch: int, image: int | None, room: int | None) -> Me
 
 
 def _merge(config: Any) -> int:
-    """Return the number of patches along a side that are merged into one token."""
+    """Return the number of patches along a side that are merged into one token, by default 2."""
     return int(_first(config, "spatial_merge_size", "merge_size", default=2))
 
 
 def _packed_row(config: Any, batch: int, image: int | None, room: int | None) -> Media:
-    """Return patches of all images in one image [1, C, P, patches P], and each image's rows and columns."""
+    """Return patches of all images in one image [1, C, P, patches P], and each image's rows and columns.
+
+    Images are squares of at most `image` pixels (224 by default), the configuration's size, and `room` tokens.
+    """
     import numpy as np
 
     patch = int(_first(config, "patch_size", default=14))
@@ -165,7 +182,10 @@ def _packed_row(config: Any, batch: int, image: int | None, room: int | None) ->
 
 
 def _shaped_patches(config: Any, batch: int, image: int | None) -> Media:
-    """Return patches of each image [B, patches, C P P], a mask that hides none, and each image's rows and columns."""
+    """Return patches of each image [B, patches, C P P], a mask that hides none, and each image's rows and columns.
+
+    Images are squares of `image` pixels, or else of as many patches as the configuration has.
+    """
     import numpy as np
 
     patch = int(_first(config, "patch_size", default=16))
@@ -181,19 +201,24 @@ def _shaped_patches(config: Any, batch: int, image: int | None) -> Media:
 
 
 def _flattened(config: Any, names: set[str], name: str, batch: int, image: int | None, room: int | None) -> Media:
-    """Return patches of each image with their row and column [B, patches, 2 + P P C]."""
+    """Return patches of each image with their row and column [B, patches, 2 + P P C], by default 256 patches."""
     vision = getattr(config, "vision_config", config)
     patches = int(getattr(vision, "seq_len", None) or getattr(vision, "max_num_patches", None) or 256)
     return Media({"flattened_patches": (batch, patches, 2 + int(vision.patch_embed_hidden_size))})
 
 
 def _videos(config: Any, names: set[str], name: str, batch: int, image: int | None, room: int | None) -> Media:
+    """Return videos [B, frames, C, H, W], by default of 16 frames."""
     frames = int(_first(config, "frames_per_clip", "num_frames", default=16))
     return Media({"pixel_values_videos": (batch, frames, _channels(config), *_size(config, name, image))})
 
 
 def _features(config: Any, names: set[str], name: str, batch: int, image: int | None, room: int | None) -> Media:
-    """Return spectra: [B, bins, frames] if positions are counted in frames, else [B, frames, bins]."""
+    """Return spectra: [B, bins, frames] if positions are counted in frames, else [B, frames, bins].
+
+    Frames follow from the tokens of the text, from the positions, or from a window; without these there are 1000. CLAP
+    has images of spectra [B, 1, frames, bins].
+    """
     bins = _first(
         config,
         "num_mel_bins",
@@ -223,7 +248,10 @@ def _features(config: Any, names: set[str], name: str, batch: int, image: int | 
 
 
 def _sound(config: Any, names: set[str], name: str, batch: int, image: int | None, room: int | None) -> Media:
-    """Return samples [B, T]; spectra if the configuration has bins, and channels as for codecs."""
+    """Return one second of samples [B, T], for codecs and several channels [B, channels, T].
+
+    A configuration with bins and a longest length has spectra [B, length, bins] instead.
+    """
     bins = getattr(config, "num_mel_bins", None)
     if bins and getattr(config, "max_length", None):
         return Media({"input_values": (batch, int(config.max_length), int(bins))})
@@ -235,7 +263,10 @@ def _sound(config: Any, names: set[str], name: str, batch: int, image: int | Non
 
 
 def _series(config: Any, names: set[str], name: str, batch: int, image: int | None, room: int | None) -> Media:
-    """Return past values [B, T, C], or [B, T] of one column without channels, and their known features."""
+    """Return past values [B, T, C], or [B, T] of one column without channels, and their known features.
+
+    T is the context and the longest lag. A model with time features also has a mask, future values and future features.
+    """
     lags = max(getattr(config, "lags_sequence", None) or [0])
     length = int(_first(config, "context_length", "prediction_length", default=64)) + lags
     columns = int(getattr(config, "num_input_channels", None) or getattr(config, "input_size", None) or 1)

@@ -26,12 +26,13 @@ class HfTask:
     call: Callable[[Mapping[str, Any]], dict[str, Any]]
     """Function from a batch to the keyword arguments of the module."""
     seq: int | None
-    """The number of tokens in one sequence."""
+    """The number of tokens in one sequence; None for a model without tokens (images)."""
     tokens: int | None
-    """Number of tokens in a step; None for a model without tokens (images)."""
+    """Number of tokens in a step; encoder and decoder tokens both count. None for a model without tokens."""
     id_limit: int
-    """Upper bound, exclusive, of ids and labels."""
+    """Upper bound, exclusive, of ids and labels: the vocabulary, or the number of labels of a model without tokens."""
     notes: tuple[str, ...] = ()
+    """Sentences for reports: image tokens, and sequences longer than those of training."""
 
 
 def tasks_of(
@@ -40,16 +41,18 @@ def tasks_of(
     """Return the tasks of `model`, the likeliest first: token ids (with a decoder or not), images, sound or series.
 
     There are several because models differ in the form of their inputs; the later ones are for models on which the
-    first does not run.
+    first does not run. A model of text with images that it does not require has text alone first.
 
     - `name`: name of the model in errors.
     - `batch`: number of examples.
-    - `seq`: tokens of a sequence; None for the model's own length, at most 1024.
+    - `seq`: tokens of a sequence; None for the configuration's number of positions, at most 1024, or 1024 without one.
     - `image`: pixels of an image's side; None for the configuration's.
-    - `train`: True to add labels.
+    - `train`: True to add `labels`, int32: one for each token, or for each example of a model without tokens.
     - `dtype`: dtype of float inputs.
 
-    Raises `UserError` for sizes that the model does not accept.
+    Raises `UserError` for sizes that are not positive, and for an image size or `seq` of a model without images or
+    tokens. An unsupported main input raises it too, and a `seq` beyond a learned position table. Longer sequences of
+    other models get a note.
     """
     import jax
 
@@ -100,7 +103,7 @@ def _task(
     train: bool,
     floats: Any,
 ) -> HfTask:
-    """Return one task.
+    """Return the task of one form of inputs; raise `UserError` for an impossible sequence length.
 
     `given` has five entries:
 
@@ -182,10 +185,15 @@ _TAKES = {
     "input_values": "sound",
     "input_features": "spectra of sound",
 }
+"""Main input -> the words for it in the error of an unusable `--seq`."""
 
 
 def _main(model: Any, names: set[str]) -> str:
-    """Return the main input that the class declares, or else the first known one."""
+    """Return the main input that the class declares, or else the first known one among `names`.
+
+    A declaration counts if it is an argument, and known unless no argument is known. Without any known argument, the
+    result is the alphabetically first one, or `nothing`.
+    """
     known = ("input_ids", "pixel_values", "input_features", "input_values", "flattened_patches", "past_values")
     declared = model.main_input_name
     declared = declared[0] if isinstance(declared, (list, tuple)) else declared
@@ -201,14 +209,20 @@ def _required(model: Any) -> set[str]:
 
 
 def _always(names: set[str], config: Any, seq: int | None, train: bool) -> dict[str, Any]:
-    """Return the arguments that are equal for every batch; contrastive models return their own loss."""
+    """Return the arguments that are equal for every batch: `use_cache=False`, and `return_loss=True` when training.
+
+    Each is present only if the model takes it. A `use_cache` that `kwargs` pass on needs a model with tokens (`seq`).
+    """
     caches = hasattr(config, "use_cache") or hasattr(_text(config), "use_cache") and "kwargs" in names
     arguments = {"use_cache": False} if "use_cache" in names or caches and seq else {}
     return arguments | ({"return_loss": True} if train and "return_loss" in names else {})
 
 
 def _text(config: Any, decoder: bool | None = None) -> Any:
-    """Return the configuration of the text; of several, as for an encoder and a decoder tower, that of the decoder."""
+    """Return the configuration of the text; of several, as for an encoder and a decoder tower, that of the decoder.
+
+    `decoder` is the argument of `get_text_config`. If nothing fits, the result is `config`.
+    """
     try:
         return config.get_text_config(decoder=decoder)
     except ValueError:
@@ -217,7 +231,10 @@ def _text(config: Any, decoder: bool | None = None) -> Any:
 
 
 def _has_towers(config: Any) -> bool:
-    """Return True if a model has a vision or audio tower in addition to its text model."""
+    """Return True if a model has a vision or audio tower in addition to its text model.
+
+    A configuration without fields for towers counts by its image token.
+    """
     parts = [config, getattr(config, "vlm_config", None)]
     towers = ("vision_config", "audio_config")
     there = any(hasattr(part, key) for part in parts for key in towers)
@@ -226,6 +243,7 @@ def _has_towers(config: Any) -> bool:
 
 
 def _vocabulary(config: Any) -> int | None:
+    """Return the vocabulary size of a configuration, its text part or its decoder; None if none states one."""
     for part in (config, _text(config), _text(config, decoder=True)):
         value = getattr(part, "vocab_size", None) or getattr(part, "text_vocab_size", None)
         if isinstance(value, int):
@@ -234,6 +252,7 @@ def _vocabulary(config: Any) -> int | None:
 
 
 def _image_token(config: Any) -> int | None:
+    """Return the id of the token that stands for a part of an image; None without one."""
     for field in ("image_token_id", "image_token_index"):
         if isinstance(getattr(config, field, None), int):
             return int(getattr(config, field))
@@ -250,12 +269,13 @@ def _with_image(ids: Any, places: int, token: int | None) -> Any:
 
 
 def _positive(flag: str, value: Any) -> None:
+    """Raise `UserError` unless the value of `--flag` is an integer of at least 1."""
     if not isinstance(value, int) or value < 1:
         raise UserError(f"--{flag} must be a positive whole number, got {value}.")
 
 
 def _positions(config: Any) -> int | None:
-    """Return the largest number of positions of the text model; None if the configuration gives none."""
+    """Return the number of positions of the text model, from the first field that has one; None without."""
     text = _text(config)
     for field in ("max_target_positions", "max_position_embeddings", "n_positions", "max_seq_len"):
         value = getattr(text, field, None)
@@ -265,6 +285,6 @@ def _positions(config: Any) -> int | None:
 
 
 def _has_position_table(model: Any) -> bool:
-    """Return True if positions are looked up in a learned table rather than computed."""
+    """Return True if positions are looked up in a learned table rather than computed, by the names of submodules."""
     tables = ("wpe", "position_embedding", "position_embeddings", "embed_positions")
     return any(name.rsplit(".", 1)[-1] in tables for name, _ in model.named_modules())

@@ -53,7 +53,9 @@ _WEIGHTS = "weights"
 """Name of a layer's weights in the form that its matmuls consume."""
 
 ATTENTIONS = ("flash", "splash", "plain")
+"""Kernels of attention (`decoder_program`)."""
 ROUTINGS = ("dropless", "capacity", "kernels")
+"""Routings of experts in addition to the sorted and ragged forms of `parse_experts`."""
 
 
 def decoder_program(
@@ -87,9 +89,11 @@ def decoder_program(
 ) -> Program:
     """Return one training step of `batch` sequences of `seq` tokens; by default bf16 compute, f32 state.
 
+    Its `model_flops` are three times those of the forward pass: recomputation does not count.
+
     - `remat`: `none` or a key of `SAVED`. `saves` replaces the values of that key that a layer saves in addition to its
-      input.
-    - `offloads`: values that a layer stores in its host's memory, from `SAVABLE` or `input`.
+      input; with `saves`, `none` recomputes all else too.
+    - `offloads`: values that a layer stores in its host's memory, from `SAVABLE` or `input`, saved ones or others.
     - `attention`: `flash`, `splash` (jax's kernel for TPUs), or `plain`, which materialises all scores. `flash` can be
       planned and priced but neither run nor compiled (`flash_attention`).
     - `exchange`: exchange of attention if a plan splits the sequence, one of `EXCHANGES`.
@@ -97,18 +101,18 @@ def decoder_program(
       kernel is priced accordingly.
     - `blocks`: block sizes of the attention kernels.
     - `routing`: exchange of the experts' tokens, see below; `capacity_factor` and `expert_kernels` belong to it.
-    - `accumulation`: number of microbatches, computed in sequence. Their gradients are summed.
+    - `accumulation`: number of microbatches, computed in sequence. Their gradients and losses are averaged.
     - `compute_dtype`: dtype in which layers compute.
     - `weights`: dtype of the parameters.
     - `moments`: dtype of the optimizer's moments, or a pair for the first and second ones.
     - `gradients`: dtype to which gradients are rounded for the optimizer; None to leave them unchanged.
-    - `stack_axis`: dim of stacked parameters that counts layers.
+    - `stack_axis`: dim of stacked parameters that counts layers, 0 or 1.
     - `scanned`: False to unroll the layers, each with its own parameters.
     - `gathered_on`: a `jax.sharding.AbstractMesh` on which a layer's weights are gathered once, in `compute_dtype`. The
-      gathered weights are saved for the backward pass. On a mesh with an axis `model` they may stay split over that
-      axis.
+      gathered weights are saved for the backward pass. On a mesh with an axis `model` the partitioner chooses their
+      sharding, so that they may stay split over that axis. None for no constraint.
     - `gradient_groups`: number of parts of a microbatch with separate gradients until all microbatches are done.
-    - `whole_on`: abstract mesh on which every device then has the sums whole.
+    - `whole_on`: abstract mesh on which every device then has the averages whole; None for no constraint.
     - `pipeline`: stages made from the layers, except the first dense ones of a model with experts. Each of the
       `accumulation` microbatches passes through the stages in parts.
 
@@ -121,8 +125,10 @@ def decoder_program(
       tokens are dropped. With a factor of 1 the matmuls are those of a dropless run whose devices sort their own
       tokens.
     - `sorted`: the tokens of each sequence are sorted, in `sorted:8` into 8 groups of experts; none is dropped.
+    - `ragged:8`: the form of that name of `parse_experts`.
 
     Raises `UserError` for an unknown `remat`, value to save, `attention` or `routing`, or for sizes that do not divide.
+    Offloads without remat, and a pipeline with `gathered_on` or unrolled layers, raise it too.
     """
     import jax
 
@@ -221,7 +227,10 @@ def _check_groups(routing: str, experts: int) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _LayerOptions:
-    """The way a layer computes: the values that it saves and offloads, its kernels and its routing."""
+    """The way a layer computes: the values that it saves and offloads, its kernels and its routing.
+
+    Fields without a note are arguments of `decoder_program`.
+    """
 
     saved: tuple[str, ...] | None
     """Values that a layer saves in addition to its input; None for all values."""
@@ -244,7 +253,11 @@ _AHEAD = 0.1
 
 
 def _loss(dims: DecoderDims, params: Mapping[str, Any], given: Mapping[str, Any], how: _LayerOptions) -> Any:
-    """Return the loss of the next tokens, plus the weighted losses of layers that look further ahead."""
+    """Return the mean loss of the next tokens, plus `_AHEAD` times the mean loss of the layers that look further ahead.
+
+    `given` has `input_ids` and `labels` [B, S]. The labels of a further layer are rolled by one more token, so the last
+    ones wrap around.
+    """
     import jax.numpy as jnp
 
     hidden, labels = _hidden(dims, params, given["input_ids"], how), given["labels"]
@@ -273,12 +286,16 @@ def _joined(
 
 
 def _logits(dims: DecoderDims, params: Mapping[str, Any], hidden: Any) -> Any:
+    """Return the logits [B, S, V] of hidden states [B, S, D]: the last norm, then the head or the tied embedding."""
     head = params["embed_tokens.weight"].T if dims.tied else params["lm_head.weight"]
     return product("bsd,dv->bsv", _norm(hidden, params["norm.weight"]), head)
 
 
 def _hidden(dims: DecoderDims, params: Mapping[str, Any], ids: Any, how: _LayerOptions) -> Any:
-    """Return the hidden states after all layers: the dense ones first, then the others."""
+    """Return the hidden states [B, S, D] of `ids` [B, S] after all layers: the dense ones first, then the others.
+
+    The last norm and layers that look ahead are left out.
+    """
     import jax.numpy as jnp
 
     hidden = jnp.take(params["embed_tokens.weight"].astype(how.compute_dtype), ids, axis=0)
@@ -293,7 +310,11 @@ def _hidden(dims: DecoderDims, params: Mapping[str, Any], ids: Any, how: _LayerO
 def _layers(
     dims: DecoderDims, hidden: Any, params: Mapping[str, Any], prefixes: Sequence[str], how: _LayerOptions
 ) -> Any:
-    """Apply groups of layers in sequence; each layer of a group has its own prefix of parameter names."""
+    """Apply groups of layers in sequence; each layer of a group has its own prefix of parameter names.
+
+    The result is the hidden states. Layers are unrolled, scanned, or a pipeline; the dense layers are never a pipeline.
+    The last layer of a group has no window.
+    """
     import jax.numpy as jnp
 
     # The last layer of a group attends to all tokens.
@@ -328,7 +349,10 @@ def _own(params: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _kept(layer: Callable[..., Any], how: _LayerOptions) -> Callable[..., Any]:
-    """Return `layer` under `jax.checkpoint` with its policy; unchanged if the layer saves everything."""
+    """Return `layer` under `jax.checkpoint` with its policy; unchanged if the layer saves everything.
+
+    Weights gathered on `gathered_on` are saved in addition to `how.saved`.
+    """
     import jax
 
     if how.saved is None:
@@ -349,7 +373,10 @@ def _kept(layer: Callable[..., Any], how: _LayerOptions) -> Callable[..., Any]:
 def _layer(
     dims: DecoderDims, hidden: Any, weights: Mapping[str, Any], *, window: int | None, how: _LayerOptions
 ) -> Any:
-    """Apply one layer: attention, then an MLP or experts, each added to the hidden states."""
+    """Return the hidden states [B, S, D] after one layer: attention, then an MLP or experts, each added to its input.
+
+    Experts are used if there is a router among the weights. Each part norms its input first.
+    """
     import jax
     from jax.ad_checkpoint import checkpoint_name
 
@@ -371,7 +398,10 @@ def _layer(
 
 
 def _gathered(weight: Any, how: _LayerOptions) -> Any:
-    """Return a weight in the compute dtype, whole on every device; its gradient may be split like the parameter."""
+    """Return a weight in the compute dtype, whole on every device; its gradient may be split like the parameter.
+
+    On a mesh with an axis `model` all dims are left to the partitioner instead.
+    """
     import jax
     from jax.ad_checkpoint import checkpoint_name
     from jax.sharding import NamedSharding, PartitionSpec
@@ -390,7 +420,10 @@ def _gathered(weight: Any, how: _LayerOptions) -> Any:
 def _attended(
     dims: DecoderDims, hidden: Any, weights: Mapping[str, Any], window: int | None, how: _LayerOptions
 ) -> Any:
-    """Return the attention of normed hidden states, projected to the model's width."""
+    """Return the attention of the hidden states [B, S, D], which it norms first, projected to the model's width.
+
+    Latent attention has one query head for each key head.
+    """
     from jax.ad_checkpoint import checkpoint_name
 
     normed = _norm(hidden, weights["input_norm.weight"])
@@ -412,7 +445,7 @@ def _mixed(query: Any, key: Any, value: Any, weights: Mapping[str, Any], window:
     """Return attention of heads [B, K, G, S, H], [B, K, S, H], [B, K, S, E], projected to [B, S, D].
 
     - `weights`: parameters of the layer by name.
-    - `window`: number of last tokens that a token attends to; None for all.
+    - `window`: number of last tokens that a token attends to; None for all. A layer with a window uses no ring.
     """
     from jax.ad_checkpoint import checkpoint_name
 
@@ -436,17 +469,20 @@ def _mixed(query: Any, key: Any, value: Any, weights: Mapping[str, Any], window:
 
 
 def _norm(x: Any, weight: Any) -> Any:
-    """Return the RMS norm of `x`, computed in f32."""
+    """Return the RMS norm of `x` over its last dim, times `weight`: computed in f32, in the dtype of `x`."""
     import jax
     import jax.numpy as jnp
 
     wide = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-6)
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-6)  # avoids a division by zero
     return (wide * scale * weight).astype(x.dtype)
 
 
 def _rotated(x: Any) -> Any:
-    """Return the rotary position embedding of [..., S, H]: pairs (k, k + H/2) are rotated, more at larger s."""
+    """Return the rotary position embedding of [..., S, H], with base 10000, in the dtype of `x`.
+
+    At position s the pair (k, k + H/2) is rotated by s * 10000^(-2k/H).
+    """
     import jax
     import jax.numpy as jnp
 

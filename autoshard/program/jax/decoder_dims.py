@@ -13,6 +13,7 @@ from autoshard.program.moe.decoder_experts import expert_shapes
 class DecoderDims:
     """Sizes of a decoder: layers, width, MLP width, query heads, key/value heads, head size, vocabulary.
 
+    `layers` are all but those of `ahead`.
     `gated` MLPs have three matrices, others two. `tied` models use one matrix for embedding and head. One layer in
     `global_every` attends to all tokens, the others to the last `window` tokens (None: all attend to all).
     `autoshard.serving.Decoder` counts the FLOPs and bytes of such a model.
@@ -56,14 +57,18 @@ class DecoderDims:
 
 
 def layer_groups(dims: DecoderDims, prefix: str) -> int:
-    """Return the number of groups of layers whose parameters' names start with `prefix`."""
+    """Return the number of groups of layers whose parameters' names start with `prefix`.
+
+    A dense layer is a group of its own; of the others `global_every` layers make a group.
+    """
     return dims.dense_layers if prefix == "dense_layers" else (dims.layers - dims.dense_layers) // dims.global_every
 
 
 def stacks_of(prefix: str, count: int, outside: int = 0) -> dict[str, int]:
     """Return prefix of the stacked parameters' names -> number of layer groups in the stack.
 
-    The first `outside` groups are a stack of their own.
+    The first `outside` of `count` groups are a stack of their own, under `prefix.[0:outside].`; the rest follows under
+    `prefix.[outside:].`. With 0 there is one stack, `prefix.*.`.
     """
     if not outside:
         return {f"{prefix}.*.": count}
@@ -71,10 +76,10 @@ def stacks_of(prefix: str, count: int, outside: int = 0) -> dict[str, int]:
 
 
 def parameters_of(dims: DecoderDims, dtype: str, axis: int, scanned: bool = True, outside: int = 0) -> dict[str, Any]:
-    """Return parameters by name; those of a layer are stacked along `axis`, with one entry for each group of layers.
+    """Return the shapes of parameters in `dtype` by name; those of layers are stacked along `axis`, an entry a group.
 
     If the layers are not `scanned`, each has its own parameters under its number. The first `outside` groups (after the
-    dense ones) have their own stacks.
+    dense ones) have their own stacks. Layers that look ahead are never stacked, and are named `ahead.0.…`.
     """
     import jax
 
@@ -107,6 +112,7 @@ def parameters_of(dims: DecoderDims, dtype: str, axis: int, scanned: bool = True
 
 
 def _attention_shapes(dims: DecoderDims) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a layer's attention parameters by name, with the norms before attention and MLP."""
     width, size, group = dims.width, dims.head_size, dims.heads // dims.kv_heads
     norms = {"input_norm.weight": (width,), "mlp_norm.weight": (width,)}
     if dims.latent is not None:
@@ -123,6 +129,7 @@ def _attention_shapes(dims: DecoderDims) -> dict[str, tuple[int, ...]]:
 
 
 def _mlp_shapes(dims: DecoderDims) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a dense MLP's matrices by name."""
     shapes = {"mlp.up_proj.weight": (dims.width, dims.mlp_width), "mlp.down_proj.weight": (dims.mlp_width, dims.width)}
     if dims.gated:
         shapes["mlp.gate_proj.weight"] = shapes["mlp.up_proj.weight"]
@@ -142,10 +149,15 @@ class WeightDim(enum.Enum):
 
 
 Kinds = tuple[WeightDim, ...]
+"""The meaning of each dim of one weight."""
 
 
 def decoder_weights(fields: Mapping[str, Any], dims: DecoderDims) -> dict[str, Kinds]:
-    """Return the kind of each dim of each weight of the decoder; `dims` are those of `fields`."""
+    """Return, by Hugging Face's names, the kind of each dim of each weight of the decoder.
+
+    `fields` is the configuration, and `dims` are its sizes. Layers have one entry, with `*` for their number. Dense
+    layers and those with experts are merged.
+    """
     if fields["model_type"] == "gpt2":
         return _gpt2_weights()
     weights: dict[str, Kinds] = {
@@ -175,6 +187,7 @@ def decoder_weights(fields: Mapping[str, Any], dims: DecoderDims) -> dict[str, K
 
 
 def _mlp(name: str, inner: WeightDim) -> dict[str, Kinds]:
+    """Return the kinds of a gated MLP's matrices [out, in] below `name`; `inner` is that of its width."""
     weights = {f"{name}.{part}_proj.weight": (inner, WeightDim.OTHER) for part in ("gate", "up")}
     return weights | {f"{name}.down_proj.weight": (WeightDim.OTHER, inner)}
 

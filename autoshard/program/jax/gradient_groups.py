@@ -17,8 +17,11 @@ class Reduction(enum.Enum):
     """The relation between values of the parts of a batch and that of the whole."""
 
     CONST = "const"
+    """A value that is equal for all parts and the whole."""
     MEAN = "mean"
+    """The mean of the parts' values."""
     SUM = "sum"
+    """The sum of the parts' values."""
     QUOTIENT = "quotient"
     """A sum divided by a sum that depends on no parameter."""
     COUNT = "count"
@@ -28,20 +31,25 @@ class Reduction(enum.Enum):
     EACH = "each"
     """A value with a dim of examples."""
     OTHER = "other"
+    """A value that is not known to follow from those of the parts."""
 
 
 _LINEAR = {"convert_element_type", "neg", "reshape", "broadcast_in_dim", "squeeze", "transpose", "copy", "copy_p"}
+"""Primitives whose result, for one operand, has the operand's relation to the batch."""
 _SCALED = {
     (Reduction.SUM, Reduction.SHARE): Reduction.MEAN,
     (Reduction.COUNT, Reduction.SHARE): Reduction.CONST,
     (Reduction.MEAN, Reduction.COUNT): Reduction.SUM,
 }
+"""Kinds of factors, in either order -> kind of the product."""
 _DIVIDED = {
     (Reduction.SUM, Reduction.COUNT): Reduction.MEAN,
     (Reduction.COUNT, Reduction.COUNT): Reduction.CONST,
     (Reduction.CONST, Reduction.COUNT): Reduction.SHARE,
 }
+"""Kinds of dividend and divisor -> kind of the quotient."""
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+"""Names of the parameter in which an equation has the body that it calls."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,6 +57,7 @@ class _Value:
     """The relation of one value of the trace to the batch."""
 
     kind: Reduction
+    """The relation of the value to those of the parts."""
     trained: bool = False
     """True if the value depends on parameters."""
     why: str = ""
@@ -70,12 +79,16 @@ class Reduced:
 
     @classmethod
     def unread(cls) -> "Reduced":
-        """Return the reduction of a loss that is computed in 64 bits, which is not analysed."""
+        """Return the reduction of a loss that is computed in 64 bits, which is not analysed: `OTHER`."""
         return cls(Reduction.OTHER, "numbers of 64 bits, in which no reduction is looked for")
 
 
 def reduction_of(loss: Callable[..., Any], args: Sequence[Any], batch: int, parts: int) -> Reduced:
-    """Return the reduction of `args[batch]`, cut into `parts`, in `loss(*args)`; `args[0]` are the parameters."""
+    """Return the reduction of `args[batch]`, cut into `parts` equal parts, in `loss(*args)`, a scalar.
+
+    `args[0]` are the parameters. A loss that does not depend on the batch, or that cannot be traced, counts as `MEAN`.
+    A quotient is `OTHER` if its division is inside a called function.
+    """
     import jax
 
     part = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype), args[batch])
@@ -104,7 +117,10 @@ def reduction_of(loss: Callable[..., Any], args: Sequence[Any], batch: int, part
 
 
 def _division(jaxpr: Any, known: dict[Any, _Value]) -> int:
-    """Return the number of the operation that divides; -1 if it is inside a called function."""
+    """Return the number of the equation that divides, found backwards from the first result through quotients.
+
+    Return -1 if the division is inside a called function, or if its result is not a scalar.
+    """
     maker = {var: number for number, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
     number = maker[jaxpr.outvars[0]]
     while True:
@@ -125,6 +141,7 @@ class _TwoTraces:
     """An analysis of two traces of one function, equation by equation."""
 
     def __init__(self, parts: int) -> None:
+        """Store the number of parts, the ratio of the whole batch to the part."""
         self.parts = parts
 
     def read(self, whole: Any, less: Any, given: Sequence[_Value], known: dict[Any, _Value]) -> list[_Value]:
@@ -133,6 +150,8 @@ class _TwoTraces:
         - `whole`, `less`: the traces of the whole batch and of a part.
         - `given`: values of the operands.
         - `known`: values by variable of `whole`.
+
+        If the equations differ in number or primitive, all results are `OTHER`.
         """
         first, second = whole.jaxpr, less.jaxpr
         known.update(zip(first.invars, given, strict=True))
@@ -149,7 +168,11 @@ class _TwoTraces:
         return [self._operand(a, b, known) for a, b in zip(first.outvars, second.outvars, strict=True)]
 
     def _operand(self, mine: Any, theirs: Any, known: dict[Any, _Value]) -> _Value:
-        """Return the value of an operand; a literal that differs by the factor of the parts counts examples."""
+        """Return the value of an operand, by `known` if it is a variable; `CONST` if it is not there.
+
+        A scalar literal that is `parts` times as large in `mine` is `COUNT`, one `parts` times as small `SHARE`. Equal
+        ones are `CONST`, others `OTHER`.
+        """
         if not hasattr(mine, "val"):
             return known.get(mine, _Value(Reduction.CONST))
         if mine.aval.shape or not hasattr(theirs, "val"):
@@ -166,7 +189,7 @@ class _TwoTraces:
         return _Value(Reduction.OTHER, False, _CONSTANT)
 
     def _results(self, mine: Any, theirs: Any, operands: list[_Value]) -> list[_Value]:
-        """Return the values of the results of one equation, and analyse the body of a call."""
+        """Return the values of the results of one equation; those of a call (no loop) by analysing its body."""
         inner = [(mine.params[key], theirs.params[key]) for key in _CALLS if key in mine.params]
         if len(inner) == 1 and mine.primitive.name not in ("scan", "while"):
             calls = [_closed(each) for each in inner[0]]
@@ -187,8 +210,11 @@ class _TwoTraces:
 
         - `operands`: values of the operands of `eqn`.
         - `number`: number of the result.
-        - `smaller`: shape of the result for a part of the batch.
+        - `smaller`: abstract value of the result for a part of the batch.
         - `trained`: True if the result depends on parameters.
+
+        It is `EACH` if exactly one dim grows, by the number of parts, and each example is computed from itself alone.
+        Otherwise it is `OTHER`.
         """
         import jax.numpy as jnp
 
@@ -206,7 +232,11 @@ class _TwoTraces:
         return _Value(Reduction.OTHER, trained, known or f"`{eqn.primitive.name}`, which mixes examples")
 
     def _reduced(self, eqn: Any, operands: Sequence[_Value], result: Any) -> tuple[Reduction, str]:
-        """Return the kind of a result without a dim of examples, and the reason for `OTHER`."""
+        """Return the kind of a result without a dim of examples, and the reason for `OTHER` (else an empty string).
+
+        `result` is its abstract value. Sums over examples are `SUM`. The tables `_SCALED` and `_DIVIDED` give products
+        and quotients. An operand of kind `OTHER` makes the result `OTHER`.
+        """
         import jax.numpy as jnp
 
         name = eqn.primitive.name
@@ -246,6 +276,7 @@ class _TwoTraces:
 
 
 def _closed(jaxpr: Any) -> Any:
+    """Return a jaxpr as a closed one, without constants if it was open."""
     from jax.extend.core import ClosedJaxpr
 
     return jaxpr if hasattr(jaxpr, "jaxpr") else ClosedJaxpr(jaxpr, ())
@@ -254,7 +285,8 @@ def _closed(jaxpr: Any) -> Any:
 def dividend_and_divisor(loss: Callable[..., Any], division: int) -> Callable[..., tuple[Any, Any]]:
     """Return a function of the arguments of `loss` that computes the dividend and the divisor of a quotient.
 
-    `division` is the number of the dividing operation in the trace of `loss`.
+    `division` is the number of the dividing operation in the trace of `loss`. Operations after it apply to the
+    dividend. The divisor is cast to f32 at least.
     """
     import jax
     from jax.extend.core import jaxpr_as_fun

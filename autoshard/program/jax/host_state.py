@@ -19,7 +19,10 @@ HOSTS = ("none", "optimizer")
 def on_host(program: Program, what: str) -> Program:
     """Return the same step with `what`, one of `HOSTS`, in the hosts' memory: the optimizer state of stacks of layers.
 
-    Raises `UserError` for any other text, for a program without such state, and if its update is not elementwise.
+    With `none`, or if it is there already, the program is returned unchanged. Optimizer state of other parameters stays
+    on the devices, and a note counts it. The step is lowered again.
+
+    Raises `UserError` for any other text, for a program without such state, and if no update is elementwise.
     """
     if what not in HOSTS:
         raise UserError(f"--host `{what}` does not exist; use {' or '.join(f'`{each}`' for each in HOSTS)}.")
@@ -61,7 +64,10 @@ class Streamed:
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
 
     def __call__(self, *args: Any) -> Any:
-        """Run the step. Raises `UserError` if the function does not update all of that state element by element."""
+        """Run the step, with the updates of hosted state layer by layer; a function that hosts it already runs as is.
+
+        Raises `UserError` if the function does not update all of that state element by element.
+        """
         import jax
 
         closed, tree = _traced(self.fn, args, self.__name__)
@@ -77,12 +83,15 @@ class Streamed:
 
 
 def streamed(fn: Callable[..., Any], ties: Mapping[int, int], held: Collection[int]) -> Callable[..., Any]:
-    """Return `fn` with the arguments `held` on the host; unchanged if they are there already, or if there are none."""
+    """Return `fn` with the arguments at flat positions `held` on the host; unchanged if it is `Streamed` or if none is.
+
+    `ties` maps the position of an argument to that of the result that replaces it.
+    """
     return fn if not held or isinstance(fn, Streamed) else Streamed(fn, ties, held)
 
 
 def is_hosted(aval: Any) -> bool:
-    """Return True if a value is in the hosts' memory."""
+    """Return True if an abstract value is in the hosts' memory; False for one without a memory space, and None."""
     import jax
 
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
@@ -178,7 +187,9 @@ def _one_layer(eqn: Any, values: Mapping[Any, Any], env: Mapping[Any, Any]) -> A
 
 
 def offload_notes(jaxpr: Any) -> tuple[str, ...]:
-    """Return a note that names values that a policy offloads although the backward pass does not read them.
+    """Return one note that names all values that a policy offloads although the backward pass does not read them.
+
+    The result is empty without such values.
 
     JAX saves nothing for a name that the backward pass does not use. The carry of a scan is such a value if it is named
     at the end of the layer. The scan saves the input of the next layer instead, under no name.
@@ -204,10 +215,11 @@ def offload_notes(jaxpr: Any) -> tuple[str, ...]:
 
 
 def _is_offloaded(policy: Any, equation: Any) -> bool:
-    """Ask the policy about the equation of `checkpoint_name`, as JAX does."""
+    """Return True if the policy offloads the value that an equation of `checkpoint_name` names."""
     answer = policy(equation.primitive, *(var.aval for var in equation.invars), **equation.params)
     return type(answer).__name__ == "Offloadable"
 
 
 def _avals(equation: Any) -> list[Any]:
+    """Return the abstract results of a `device_put`; `[None]` for any other equation."""
     return [var.aval for var in equation.outvars] if equation.primitive.name == "device_put" else [None]

@@ -15,6 +15,7 @@ class Arrays:
     """Arguments that contain arrays only, and the parts that were removed from them."""
 
     args: tuple[Any, ...]
+    """The arguments: states in place of NNX objects, None in place of static leaves."""
     key: Any
     """Key that is equal for arguments that differ only in their arrays."""
     objects: dict[int, Any]
@@ -24,6 +25,7 @@ class Arrays:
     full: list[Any] | None
     """All leaves, if some are static leaves of Equinox modules; else None."""
     treedef: Any
+    """Structure of the arguments with those leaves; None if `full` is None."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,16 +33,24 @@ class Functional:
     """A function whose arguments and results contain arrays only."""
 
     fn: Callable[..., Any]
+    """Function over arrays, without module objects."""
     args: tuple[Any, ...]
+    """Its arguments, those of `Arrays`."""
     roles: dict[int, list[Role | None]]
     """Roles of the leaves by positional argument, as far as the framework gives them."""
     changed: tuple[int, ...] = ()
     """Positions of the NNX objects that the function changes; its result begins with their states."""
     static: list[Any] = dataclasses.field(default_factory=list)
-    """Static leaves of the result and its structure, once the function has been traced."""
+    """Static leaves of the result (None in place of arrays) and its structure, once the function has been traced.
+
+    Empty before, and for arguments without static leaves.
+    """
 
     def finish(self, given: Sequence[Any], out: Any) -> Any:
-        """Return the result of the original function from that of `fn`; NNX objects in `given` are updated."""
+        """Return the result of the original function from `out`, that of `fn`.
+
+        Static leaves are filled in, and NNX objects in `given`, the original arguments, are updated in place.
+        """
         import jax
 
         if self.static:
@@ -72,7 +82,10 @@ def functional(fn: Callable[..., Any], args: Sequence[Any]) -> Functional:
 
 
 def arrays_of(args: Sequence[Any]) -> Arrays:
-    """Split NNX objects into graph and state, and remove static leaves from Equinox modules."""
+    """Split NNX objects into graph and state, and remove static leaves from Equinox modules.
+
+    Only top-level arguments count as NNX objects. Other arguments are returned as they are.
+    """
     import jax
 
     args, objects, graphs, full, treedef = list(args), {}, None, None, None
@@ -98,6 +111,7 @@ def arrays_of(args: Sequence[Any]) -> Arrays:
 
 
 def _is_module(node: Any) -> bool:
+    """Return True for an Equinox module; Equinox is not imported for it."""
     equinox = sys.modules.get("equinox")
     return equinox is not None and isinstance(node, equinox.Module)
 
@@ -107,6 +121,7 @@ def _is_none(node: Any) -> bool:
 
 
 def _is_array(leaf: Any) -> bool:
+    """Return True for anything with a shape and a dtype, a `jax.ShapeDtypeStruct` included."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
@@ -139,7 +154,11 @@ def _without_static(fn: Callable[..., Any], full: list[Any], treedef: Any, stati
 def _without_nnx(
     fn: Callable[..., Any], arrays: Arrays
 ) -> tuple[Callable[..., Any], tuple[int, ...], dict[int, list[Role | None]]]:
-    """Return the function over states, the positions of the objects that it changes, and the roles of their leaves."""
+    """Return the function over states, the positions of the objects that it changes, and the roles of all objects.
+
+    The result of the function is `(*changed states, result)`, or the plain result if it changes none. `fn` is traced
+    once to find them.
+    """
     if not arrays.objects:
         return fn, (), {}
     from flax import nnx
@@ -169,7 +188,10 @@ def _without_nnx(
 
 
 def _changed(run: Callable[..., Any], args: tuple[Any, ...], count: int) -> list[bool]:
-    """Return for each of the first `count` states of the result whether it is not just passed through."""
+    """Return for each of the first `count` states of the result whether `run` computes any of its leaves.
+
+    Leaves that are arguments, at any position, or literals count as passed through.
+    """
     import jax
 
     closed, shape = jax.make_jaxpr(run, return_shape=True)(*args)
@@ -193,7 +215,10 @@ def _kinds(nnx: Any, state: Any) -> list[type]:
 
 
 def _role(nnx: Any, kind: type) -> Role | None:
-    """Return the role that the type of an NNX variable gives; None for other leaves."""
+    """Return the role that the type of an NNX variable gives: parameter, optimizer state (`opt` in its name) or other.
+
+    None is for leaves that are no NNX variables.
+    """
     if issubclass(kind, nnx.Param):
         return Role.PARAMETER
     if "opt" in kind.__name__.lower():

@@ -8,10 +8,10 @@ from typing import Any
 
 
 def computation_digest(fn: Callable[..., Any], args: Sequence[Any]) -> str:
-    """Trace `fn` on abstract `args`, and return a digest of its ops, their parameters and all constants.
+    """Trace `fn` on `args`, arrays or shapes, and return a digest of its ops, their parameters and all constants.
 
-    Values of an outer trace are distinguished by identity. A function with a custom gradient rule is traced with its
-    gradients too, since such a rule is no part of the forward computation.
+    Names of variables do not count. Values of an outer trace are distinguished by identity. A function with a custom
+    gradient rule is traced with its gradients too, since such a rule is no part of the forward computation.
     """
     import jax
 
@@ -23,7 +23,7 @@ def computation_digest(fn: Callable[..., Any], args: Sequence[Any]) -> str:
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Yield the equations of a jaxpr and of all jaxprs inside it."""
+    """Yield the equations of an open jaxpr and of all jaxprs inside it; an equation precedes those of its bodies."""
     for equation in jaxpr.eqns:
         yield equation
         for value in equation.params.values():
@@ -35,7 +35,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def _gradients(fn: Callable[..., Any], *args: Any) -> Any:
-    """Return the gradients of all float arguments of `fn`, for result gradients of ones."""
+    """Return the gradients of all float leaves of `args`, for gradients of ones of all float results of `fn`."""
     import jax
     import jax.numpy as jnp
 
@@ -54,6 +54,7 @@ def _gradients(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def _of_closed(closed: Any) -> str:
+    """Return the SHA-256 digest, in hexadecimal, of a closed jaxpr and its constants."""
     words = [_of_jaxpr(closed.jaxpr), *(_of_constant(each) for each in closed.consts)]
     return hashlib.sha256("|".join(words).encode()).hexdigest()
 
@@ -79,7 +80,7 @@ def _of_jaxpr(jaxpr: Any) -> str:
 
 
 def _of_parameter(value: Any) -> str:
-    """Return the digest of an equation's parameter, without addresses."""
+    """Return a text that identifies an equation's parameter, without addresses; a function counts by its name."""
     if hasattr(value, "eqns"):
         return _of_jaxpr(value)
     if hasattr(value, "jaxpr") and hasattr(value, "consts"):
@@ -96,6 +97,7 @@ def _of_parameter(value: Any) -> str:
 
 
 def _of_constant(value: Any) -> str:
+    """Return shape, dtype and digest of a constant; the identity of a value of an outer trace."""
     import numpy as np
     from jax import core
 

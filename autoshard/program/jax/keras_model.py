@@ -26,7 +26,9 @@ class KerasStep:
     variables: tuple[dict[str, Any], ...]
     """Variables by name for each argument except the batch, in Keras's own order, which the arguments preserve."""
     training: bool
+    """True for the step of `fit`, False for that of `predict`."""
     name: str
+    """Name of the Keras model."""
 
     def state(self, values: Callable[[Any], Any]) -> tuple[dict[str, Any], ...]:
         """Return the arguments except the batch, with `values(variable)` in place of each variable."""
@@ -53,13 +55,15 @@ def from_keras(
 ) -> Program:
     """Return the step that `Model.fit` runs for a Keras 3 model on the JAX backend, as a program.
 
-    Arguments have the paths of Keras's variables (`dense/kernel`); the optimizer's start with `optimizer`.
+    Arguments have the paths of Keras's variables (`dense/kernel`); the optimizer's start with `optimizer`. Its
+    `make_args` builds the model again, with initial values for a seed.
 
     - `make`: the model, or a function that returns it. The function is called where nothing is computed or allocated,
       so the model may have any size.
     - `x`, `y`, `sample_weight`: trees of one whole batch, of arrays or anything else with a shape and a dtype.
     - `train`: False for prediction. By default a compiled model is planned for training with its optimizer, losses and
       metrics, and any other for prediction.
+    - `name`: name of the program; None for the model's name with `training` or `inference`.
 
     Raises `UserError` if Keras uses another backend, or if the step cannot be traced. `train` for a model that is not
     compiled raises it too.
@@ -99,6 +103,8 @@ def _with_values(make: Any, step: KerasStep, batch: Any, program: Program) -> Ca
 def keras_step(model: Any, batch: Mapping[str, Any], train: bool | None) -> KerasStep:
     """Return the step of a model for batches of these shapes, and create any missing variables of the model.
 
+    With `train` None it is the training step if the model is compiled. Prediction reads `x` of the batch alone.
+
     Raises `UserError` if `train` is set for a model that is not compiled.
     """
     data = (batch["x"], batch.get("y"), batch.get("sample_weight"))
@@ -130,7 +136,7 @@ def keras_step(model: Any, batch: Mapping[str, Any], train: bool | None) -> Kera
 
 
 def _keras() -> Any:
-    """Import Keras, which must use the JAX backend."""
+    """Import and return Keras. Raises `UserError` if it is not installed, or if its backend is not JAX."""
     try:
         import keras
     except ImportError:
@@ -144,6 +150,7 @@ def _keras() -> Any:
 
 
 def _model(keras: Any, make: Any) -> Any:
+    """Return the model, or that which the function `make` returns. Raises `UserError` for anything else."""
     model = make if isinstance(make, keras.Model) else make() if callable(make) else make
     if not isinstance(model, keras.Model):
         raise UserError(f"from_keras: a keras.Model or a function that returns one is needed, not {_kind(model)}.")
@@ -151,10 +158,12 @@ def _model(keras: Any, make: Any) -> Any:
 
 
 def _label(make: Any) -> str:
+    """Return the name of a model or function in errors."""
     return getattr(make, "name", None) or getattr(make, "__name__", type(make).__name__)
 
 
 def _kind(value: Any) -> str:
+    """Return a value's type in words, such as `a list`."""
     return f"a {type(value).__name__}"
 
 
@@ -184,13 +193,17 @@ def _abstract(make: Callable[[], KerasStep]) -> KerasStep:
 
 
 def _shape_of(variable: Any) -> Any:
+    """Return shape and dtype of a variable as a `jax.ShapeDtypeStruct`."""
     import jax
 
     return jax.ShapeDtypeStruct(tuple(variable.shape), variable.dtype)
 
 
 def keras_batch(x: Any, y: Any, sample_weight: Any) -> dict[str, Any]:
-    """Return the shapes of a batch as the step takes it. Raises `UserError` for leaves that are no arrays."""
+    """Return the shapes of a batch as the step takes it; parts that are None are left out.
+
+    Raises `UserError` for leaves without shape and dtype.
+    """
     import jax
 
     parts = {"x": x, "y": y, "sample_weight": sample_weight}
@@ -206,6 +219,7 @@ def keras_batch(x: Any, y: Any, sample_weight: Any) -> dict[str, Any]:
 
 
 def _symbolic(tree: Any) -> Any:
+    """Return a tree of shapes as `keras.KerasTensor`s."""
     import jax
     import keras
 
@@ -213,7 +227,10 @@ def _symbolic(tree: Any) -> Any:
 
 
 def _slot(variable: Any, parameters: Mapping[str, Any]) -> str:
-    """Return `momentum.dense/kernel` for a variable that Keras calls `adam/dense_kernel_momentum`."""
+    """Return `momentum.dense/kernel` for a variable that Keras calls `adam/dense_kernel_momentum`.
+
+    The longest name in `parameters` that fits counts; if none does, the result is the last part of the path.
+    """
     own = variable.path.rpartition("/")[2]
     fitting = [name for name in parameters if own.startswith(f"{name.replace('/', '_')}_")]
     if not fitting:
@@ -223,14 +240,14 @@ def _slot(variable: Any, parameters: Mapping[str, Any]) -> str:
 
 
 def _by_name(pairs: Any, taken: set[str] | None = None) -> dict[str, Any]:
-    """Return variables by unique name."""
+    """Return variables by unique name, from pairs of name and variable in order; names in `taken` are not used."""
     pairs = list(pairs)
     names = argument_names.unique([name for name, _ in pairs], set() if taken is None else taken)
     return {name: variable for name, (_, variable) in zip(names, pairs, strict=True)}
 
 
 def _roles(shapes: Sequence[Mapping[str, Any]], batch: Any) -> Iterator[list[Role]]:
-    """Yield the roles of the leaves of each argument."""
+    """Yield the roles of the leaves of each argument: parameters, others, optimizer state, metrics, and the batch."""
     import jax
 
     kinds = (Role.PARAMETER, Role.OTHER, Role.OPTIMIZER_STATE, Role.OTHER)

@@ -17,7 +17,9 @@ from autoshard.program.program_record import Program
 
 
 GPIPE = "gpipe"
+"""The schedule with one chunk of layers a stage."""
 CIRCULAR = "circular"
+"""Name of the schedules with several chunks a stage, which may be followed by their number."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,6 +27,7 @@ class Pipeline:
     """The stages of a stack of layers, and the schedule of a batch through them."""
 
     stages: int
+    """Number of parts of the layers, each on devices of its own."""
     microbatches: int
     """Number of parts of the batch that pass through the stages in sequence."""
     schedule: str = GPIPE
@@ -35,7 +38,10 @@ class Pipeline:
     """
 
     def rounds(self, layers: int) -> int:
-        """Return how many times a microbatch goes round the stages."""
+        """Return how many times a microbatch goes round the stages: 1, R, or for `circular` whole layers a stage.
+
+        The latter is 0 if there are fewer layers than stages.
+        """
         if self.schedule == GPIPE:
             return 1
         _, _, rounds = self.schedule.partition(":")
@@ -46,11 +52,14 @@ class Pipeline:
         return layers % (self.stages * max(1, self.rounds(layers)))
 
     def ticks(self, layers: int) -> int:
-        """Return how many times all stages compute a chunk; each stage uses only some of the results."""
+        """Return the number of ticks, at each of which all stages compute a chunk; some of the results are unused.
+
+        There is a tick for each microbatch and round, and `stages - 1` more.
+        """
         return self.microbatches * self.rounds(layers) + self.stages - 1
 
     def bubble(self, layers: int) -> float:
-        """Return the share of the ticks in which a stage computes values that are not used."""
+        """Return the share, from 0 to 1, of the ticks in which a stage computes values that are not used."""
         return (self.stages - 1) / self.ticks(layers)
 
     def words(self, layers: int) -> str:
@@ -69,6 +78,7 @@ class _ActivePipeline:
 
     pipeline: Pipeline | None
     layers: list[int]
+    """Receives the number of layers of each stack."""
 
 
 _asked: contextvars.ContextVar[_ActivePipeline | None] = contextvars.ContextVar("pipeline", default=None)
@@ -94,7 +104,10 @@ def _activate(asked: _ActivePipeline | None) -> Iterator[None]:
 
 
 def check_schedule(schedule: str) -> str:
-    """Return the schedule in its canonical spelling. Raises `UserError` for an unknown one."""
+    """Return the schedule in its canonical spelling, without leading zeros: `gpipe`, `circular` or `circular:R`.
+
+    Raises `UserError` for an unknown one, and for R below 2.
+    """
     name, colon, rounds = schedule.partition(":")
     if (
         schedule == GPIPE
@@ -108,9 +121,10 @@ def check_schedule(schedule: str) -> str:
 
 
 def read_pipeline(stages: int | None, microbatches: int | None, schedule: str | None) -> Pipeline | None:
-    """Return the pipeline given by options; None if there is none. By default there are as many microbatches as stages.
+    """Return the pipeline given by options; None if `stages` is None or 1, which ignores `microbatches`.
 
-    Raises `UserError` for a schedule without stages, for an unknown schedule, and for impossible numbers.
+    By default there are as many microbatches as stages, and the schedule is `gpipe`. Raises `UserError` for a schedule
+    with `stages` None, for an unknown schedule, and for numbers of stages or microbatches that cannot be.
     """
     if schedule is not None:
         check_schedule(schedule)
@@ -126,7 +140,7 @@ def read_pipeline(stages: int | None, microbatches: int | None, schedule: str | 
 
 
 def _check_groups(pipeline: Pipeline) -> None:
-    """Raise `UserError` if the schedule needs another number of microbatches."""
+    """Raise `UserError` if a circular schedule's microbatches are no multiple of its stages."""
     stages, count = pipeline.stages, pipeline.microbatches
     if pipeline.schedule != GPIPE and count % stages:
         raise UserError(
@@ -137,7 +151,10 @@ def _check_groups(pipeline: Pipeline) -> None:
 
 
 def check_pipeline(pipeline: Pipeline, layers: int, what: str) -> None:
-    """Raise `UserError` if `what` has too few `layers` for the pipeline."""
+    """Raise `UserError` if `what`, a name, has too few `layers`: one a stage, or with a circular schedule one a chunk.
+
+    A circular schedule needs at least two chunks a stage.
+    """
     stages, rounds = pipeline.stages, pipeline.rounds(layers)
     if stages > layers:
         usable = f"use {layers} or fewer, or none" if layers > 1 else "leave --stages out"
@@ -153,7 +170,7 @@ def check_pipeline(pipeline: Pipeline, layers: int, what: str) -> None:
 
 
 def check_batch(pipeline: Pipeline, batch: int, what: str) -> None:
-    """Raise `UserError` if the batch of `what` does not divide into the microbatches."""
+    """Raise `UserError` if the `batch` examples of `what`, a name, do not divide into at least one microbatch."""
     count = pipeline.microbatches
     if count < 1:
         raise UserError(f"{count} microbatches cannot be; 1 is the whole batch at once.")
@@ -163,14 +180,21 @@ def check_batch(pipeline: Pipeline, batch: int, what: str) -> None:
 
 @contextlib.contextmanager
 def pipelined(pipeline: Pipeline | None) -> Iterator[list[int]]:
-    """Compute every `stack` by the pipeline, if any, while inside; yields the list of the stacks' layer counts."""
+    """Compute every `stack` by the pipeline while inside, by scans if it is None.
+
+    Yield the list of the stacks' layer counts, which grows as stacks are traced.
+    """
     active = _ActivePipeline(pipeline, [])
     with _activate(active):
         yield active.layers
 
 
 def in_stages(program: Program, stacks: tuple[int, ...], pipeline: Pipeline | None) -> Program:
-    """Return the program with the layer counts of its stacks; a note describes the pipeline of the largest."""
+    """Return the program with the layer counts of its stacks, and with the pipeline, which a note describes.
+
+    Rounds and note are those of the largest stack. Without a pipeline only the counts are added; without stacks the
+    program is unchanged.
+    """
     if not stacks:
         return program
     if pipeline is None:
@@ -181,7 +205,7 @@ def in_stages(program: Program, stacks: tuple[int, ...], pipeline: Pipeline | No
 
 
 def with_active_pipeline(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that computes its stacks by the pipeline active now, no matter when it is traced."""
+    """Return `fn` bound to the pipeline active now, no matter when it is traced; unchanged if none is active."""
     active = _asked.get()
     if active is None or active.pipeline is None:
         return fn
@@ -219,7 +243,8 @@ def stack(
     - `stacked`: pytree of arrays [layers, ...], one entry for each layer.
     - `x`: an array or a pytree of arrays.
     - `stages`: number of stages; None for those that the caller's context requests.
-    - `microbatches`: number of microbatches; None for as many as stages.
+    - `microbatches`: number of microbatches; None for as many as stages. Without `stages` it is ignored, and so is
+      `schedule`.
     - `schedule`: `gpipe` (once through all stages; the default), `circular:R` or `circular`. With `circular:R` each
       stage has R chunks of layers, and microbatches go round R times. With `circular` each chunk has one layer.
 
@@ -244,7 +269,10 @@ def stack(
 def run_stack(
     layer: Callable[[Any, Any], Any], stacked: Any, x: Any, pipeline: Pipeline | None, layers: int, what: str
 ) -> Any:
-    """Return `x` after the layers, by the pipeline if there is one, and count the FLOPs of all layers.
+    """Return `x` after the layers, by the pipeline if there is one, else by a scan; record the FLOPs of all layers.
+
+    The first `pipeline.outside(layers)` layers run as a scan. Computations of the bubble do not count as FLOPs. Raises
+    `UserError` if layers or batch do not fit the pipeline.
 
     - `layer`: function of `x` and one layer's parameters.
     - `stacked`: pytree of arrays [layers, ...].
@@ -281,7 +309,11 @@ def run_stack(
 
 
 def _check_layer(layer: Callable[[Any, Any], Any], part: Any, one: Any, what: str) -> None:
-    """Raise `UserError` if a layer's result for a microbatch differs from its input in structure, shape or dtype."""
+    """Raise `UserError` if a layer's result for a microbatch differs from its input in structure, shape or dtype.
+
+    An error of the layer's trace, `TypeError` or `ValueError`, raises it too. `part` are the shapes of a microbatch,
+    `one` those of a layer's parameters.
+    """
     import jax
 
     batch = jax.tree.leaves(part)[0].shape[0]
@@ -304,6 +336,7 @@ def _check_layer(layer: Callable[[Any, Any], Any], part: Any, one: Any, what: st
 
 
 def _shapes(tree: Any) -> str:
+    """Return dtypes and shapes of a tree's leaves in words; `nothing` without leaves."""
     import jax
 
     leaves = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(tree)]

@@ -42,7 +42,10 @@ class LatentHeads(Protocol):
 
 
 def latent_shapes(dims: LatentHeads, own: LatentDims) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parameters of a layer's latent attention, by name."""
+    """Return the shapes of the parameters of a layer's latent attention, by name.
+
+    Queries have one matrix, or with `query_rank` a projection down, a norm and a projection up.
+    """
     shapes: dict[str, tuple[int, ...]] = {
         "attn.kv_down.weight": (dims.width, own.key_rank + own.rope_size),
         "attn.kv_norm.weight": (own.key_rank,),
@@ -65,11 +68,13 @@ def latent_heads(
     norm: Callable[[Any, Any], Any],
     rotated: Callable[[Any], Any],
 ) -> tuple[Any, Any, Any]:
-    """Return queries and keys [B, H, S, plain + turned] and values [B, H, S, value] of normed tokens `x` [B, S, D].
+    """Return queries and keys [B, H, S, nope + rope] and values [B, H, S, value] of normed tokens `x` [B, S, D].
+
+    The rotary part of the key is computed once and broadcast to all heads.
 
     - `weights`: parameters of the layer by name.
     - `norm`: function of a value and the norm's scale.
-    - `rotated`: rotary position embedding.
+    - `rotated`: function that applies the rotary position embedding to [..., S, rope].
     """
     import jax.numpy as jnp
 

@@ -21,7 +21,9 @@ from typing import Any
 def run_pipeline(
     layer: Callable[[Any, Any], Any], stacked: Any, x: Any, stages: int, microbatches: int, rounds: int
 ) -> Any:
-    """Return `x` [B, ...] after all layers of `stacked` [L, ...].
+    """Return `x` [B, ...] after all layers of `stacked` [L, ...], with rows in the order of `x`.
+
+    A microbatch has every `microbatches`-th row.
 
     - `layer`: function of a microbatch and one layer's parameters.
     - `stages`: number of stages; `stages * rounds` must divide L.
@@ -47,7 +49,7 @@ def run_pipeline(
 
 
 def _run_once(layer: Callable[[Any, Any], Any], weights: Any, parts: Any, stages: int, count: int) -> Any:
-    """Run microbatches [count, ...] through all stages, whose weights are [layers of a stage, stages, ...]."""
+    """Return microbatches [count, ...] after all stages, whose weights are [layers of a stage, stages, ...]."""
     import jax
     import jax.numpy as jnp
 
@@ -70,7 +72,7 @@ def _run_once(layer: Callable[[Any, Any], Any], weights: Any, parts: Any, stages
 def _run_rounds(
     layer: Callable[[Any, Any], Any], weights: Any, parts: Any, stages: int, count: int, rounds: int
 ) -> Any:
-    """Run microbatches [count, ...] round all stages, whose weights are [rounds, layers of a chunk, stages, ...]."""
+    """Return microbatches [count, ...] after all rounds; weights are [rounds, layers of a chunk, stages, ...]."""
     import jax
     from jax import core
 
@@ -95,6 +97,12 @@ class _Rounds:
     def __init__(
         self, layer: Callable[..., list[Any]], stages: int, count: int, rounds: int, changed: Sequence[bool]
     ) -> None:
+        """Store the loop's sizes.
+
+        - `layer`: function of outside values, the leaves of a microbatch and those of a layer's weights.
+        - `stages`, `count`, `rounds`: numbers of stages, microbatches and rounds.
+        - `changed`: for each leaf of the state, True if a layer changes it.
+        """
         self.layer, self.stages, self.count, self.rounds = layer, stages, count, rounds
         self.changed = changed
         self.ticks = count * rounds + stages - 1
@@ -113,8 +121,9 @@ class _Rounds:
         return [of(leaf) for leaf in weights]
 
     def _chunks(self, tick: Any) -> tuple[Any, Any, Any]:
-        """Return the chunk of the stages that the current group has reached, the others' chunk, and the former's
-        mask.
+        """Return the chunk of the stages that the current group has reached, the others' chunk, and the mask [stages].
+
+        The mask is True for the former. Their chunk is `tick // stages % rounds`; the others' is the one before.
         """
         import jax.numpy as jnp
 
@@ -123,14 +132,17 @@ class _Rounds:
         return turn % self.rounds, (turn - 1) % self.rounds, reached
 
     def _place(self, begun: Any) -> Any:
-        """Return the number of the microbatch that stage 0 began at a tick; any valid one if it began none."""
+        """Return the number of the microbatch that stage 0 processes at the tick `begun`, in any of its rounds.
+
+        For ticks before the first or after the last it is any valid number.
+        """
         import jax.numpy as jnp
 
         group = jnp.clip(begun // (self.rounds * self.stages), 0, self.count // self.stages - 1)
         return group * self.stages + begun % self.stages
 
     def _enters(self, tick: Any) -> Any:
-        """Return True at ticks at which stage 0 begins a new microbatch."""
+        """Return True at ticks at which stage 0 begins a new microbatch; also after the last one, for unused values."""
         return tick % (self.rounds * self.stages) < self.stages
 
     def _leaves(self, tick: Any) -> Any:
@@ -140,7 +152,10 @@ class _Rounds:
         return (begun >= 0) & last
 
     def moving(self, *asked: Sequence[bool]) -> "_GradientMasks":
-        """Return masks of leaves with gradients from those (`asked`) of weights, outside values and microbatches."""
+        """Return masks of leaves with gradients from those (`asked`) of weights, outside values and microbatches.
+
+        Leaves of the state have one if their microbatches do or if a layer changes them.
+        """
         weights, outside, parts = map(tuple, asked)
         state = tuple(own or new for own, new in zip(parts, self.changed, strict=True))
         return _GradientMasks(weights, outside, parts, state)
@@ -181,7 +196,7 @@ class _Rounds:
         return [_of_last(leaf) for leaf in out], (residuals, known)
 
     def _computed(self, own: Any, outside: Any, state: Any) -> list[Any]:
-        """Return the state after each stage has run its chunk."""
+        """Return the state [stages, ...] after each stage has run its chunk, whose weights are `own`."""
         return _chunk(lambda x, w: self.layer(outside, x, w), own, state)
 
     def _recorded(
@@ -259,7 +274,7 @@ class _Rounds:
         return of_weights, of_outside, [leaf.sum(1) for leaf in of_parts]
 
     def _added(self, total: Any, new: Any, tick: Any) -> Any:
-        """Add the gradients of one tick to those of all chunks at the positions of the tick's chunks."""
+        """Return `total`, the gradients of all chunks, plus those of one tick at the positions of the tick's chunks."""
         import jax
         import jax.numpy as jnp
 
@@ -284,7 +299,10 @@ class _GradientMasks:
 
 
 def _differentiable(run: _Rounds) -> Callable[[list[Any], list[Any], list[Any]], list[Any]]:
-    """Return the loop as a function of weights, outside values and microbatches, with the gradient of `run`."""
+    """Return the loop as a function of leaves of weights, outside values and microbatches, with the gradient of `run`.
+
+    Its gradient is None for leaves that need none.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -325,7 +343,10 @@ def _differentiable(run: _Rounds) -> Callable[[list[Any], list[Any], list[Any]],
 
 
 def _chunk(layer: Callable[[Any, Any], Any], weights: Any, state: Any) -> Any:
-    """Run the layers of one chunk in sequence, for all stages at once; weights are [layers, stages, ...]."""
+    """Return the state [stages, ...] after the layers of one chunk, run in sequence for all stages at once.
+
+    Weights are [layers, stages, ...].
+    """
     import jax
 
     # The map is inside of the loop, so that the weights themselves are the backward pass's residuals of them.
@@ -346,7 +367,7 @@ def _along(mask: Any, dim: int, rank: int) -> Any:
 
 
 def _where(stage: int, new: Any, old: Any, also: Any = None) -> Any:
-    """Return `new` in one stage (where `also` is true), `old` in the others: [stages, ...]."""
+    """Return `new` in one stage, if the scalar `also` is None or true, and `old` in the others: [stages, ...]."""
     import jax.numpy as jnp
 
     mask = jnp.arange(old.shape[0]) == stage
@@ -371,19 +392,21 @@ def _of_last(leaf: Any) -> Any:
 
 
 def _take(leaf: Any, place: Any) -> Any:
+    """Return entry `place` of the first dim, which is dropped."""
     import jax
 
     return jax.lax.dynamic_index_in_dim(leaf, place, 0, keepdims=False)
 
 
 def _is_float(leaf: Any) -> bool:
+    """Return True for real and complex floats."""
     import jax.numpy as jnp
 
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def _and_float(leaves: Sequence[Any], moving: Sequence[bool]) -> list[bool]:
-    """Return for each leaf whether it has a gradient."""
+    """Return for each leaf True if it is marked in `moving` and has a float dtype."""
     return [moves and _is_float(leaf) for leaf, moves in zip(leaves, moving, strict=True)]
 
 

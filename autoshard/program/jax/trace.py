@@ -18,6 +18,7 @@ from autoshard.program.source_choices import sharding_notes
 
 
 Evidence = Sequence[Role | None] | Callable[[dict[int, int]], Sequence[Role | None]]
+"""Roles by leaf of the arguments, None for unknown ones, or a function from ties to them."""
 
 
 @collecting_seldom()
@@ -38,27 +39,31 @@ def trace(
     evidence: Evidence | None = None,
     host: str = "none",
 ) -> Program:
-    """Lower `fn(*args)` without shardings and name all its arguments and results.
+    """Lower `fn(*args)` without shardings and return it as a program with names for all its arguments and results.
 
-    A leaf is named by its path (`params.layers.w`). State that the function returns updated is tied to its result.
+    A leaf is named by its path (`params.layers.w`). State that the function returns updated is tied to its result,
+    which has the argument's name. Other results are named `result` and their path.
 
     - `args`: pytrees of arrays or `jax.ShapeDtypeStruct`, one per positional argument. Nothing is allocated for the
       latter.
+    - `name`: name of the program; None for that of `fn`.
+    - `donate_argnums`: positions of the arguments whose memory the results may reuse.
     - `roles`: a mapping from name prefixes to roles, or a callable from a name to a role or None. It overrides the
       roles that are guessed (optax states, updated state, data).
     - `training`: True for a training step. By default it is one if it has optimizer state or updates a parameter.
-    - `model_flops`, `tokens`: the caller's figures for one step.
+    - `model_flops`, `tokens`: the caller's figures for one step, not negative; None if unknown.
     - `make_args`: function of a seed that returns concrete arguments; by default plausible values by role.
     - `arg_names`: names of the positional arguments, in place of the parameters' names. An empty name omits the prefix.
     - `notes`: sentences for reports.
-    - `ties`: leaf of the arguments -> leaf of the result; replaces the search for updated state.
+    - `ties`: leaf number of the arguments -> leaf number of the result; replaces the search for updated state.
     - `evidence`: for each leaf, the role that a file shows, or None. It precedes a guess by name, and may be a function
       of `ties`.
     - `host`: state in the hosts' memory between steps: `none`, or `optimizer` for the optimizer state of parameters
       that a `jax.lax.scan` runs over. Their update becomes a loop over layers in `Program.fn`. `Plan.jit` changes `fn`
       likewise.
 
-    Raises `UserError` if `fn` cannot be traced, a shape is dynamic, or a leaf is not an array.
+    Raises `UserError` if `fn` cannot be traced, a shape is dynamic, or a leaf is neither an array nor a Python number.
+    Ordered side effects and options of a wrong type or length raise it too.
     """
     import jax
 
@@ -190,7 +195,10 @@ def trace(
 
 
 def _check_figures(label: str, arg_names: Any, notes: Any, model_flops: Any, tokens: Any) -> None:
-    """Raise `UserError` for names and notes that are no texts, and for figures that are no numbers."""
+    """Raise `UserError` for names and notes that are no sequences of texts, and for figures that are no numbers >= 0.
+
+    Figures and `arg_names` may be None.
+    """
     for option, texts in (("arg_names", arg_names if arg_names is not None else ()), ("notes", notes)):
         if isinstance(texts, str) or not isinstance(texts, Sequence) or not all(isinstance(t, str) for t in texts):
             raise UserError(f"{option} of `{label}` is {texts!r}; expected a list of texts.")
@@ -202,7 +210,10 @@ def _check_figures(label: str, arg_names: Any, notes: Any, model_flops: Any, tok
 
 
 def _shown(evidence: Any, count: int) -> list[Role | None]:
-    """Return the roles that a file shows, one for each leaf. Raises `UserError` for any other list."""
+    """Return the roles that a file shows, one for each of `count` leaves; all None for None or an empty sequence.
+
+    Raises `UserError` for another length or type, and for entries that are no roles.
+    """
     if not evidence and (evidence is None or isinstance(evidence, Sequence)):
         return [None] * count
     if isinstance(evidence, str) or not isinstance(evidence, Sequence) or len(evidence) != count:
@@ -211,13 +222,17 @@ def _shown(evidence: Any, count: int) -> list[Role | None]:
 
 
 def _uses(ir: Any, leaves: Sequence[int]) -> dict[int, mlir.Use]:
-    """Return the uses of some leaves in the program, without those that are no arguments of the module."""
+    """Return leaf number -> its use in the program, for `leaves`; those that are no arguments of the module lack."""
     uses = mlir.argument_uses(ir)
     return {leaf: uses[leaf] for leaf in leaves if leaf < len(uses)}
 
 
 def _abstract(leaf: Any, name: str) -> Any:
-    """Return shape, dtype and stated sharding of a leaf. Raises `UserError` for dynamic shapes and other objects."""
+    """Return shape, canonical dtype and stated sharding of a leaf, an array or a Python number.
+
+    A sharding is stated by a shape, or by an array under a mesh with explicit axes. Raises `UserError` for dynamic
+    shapes and other objects, in which the leaf is called `name`.
+    """
     import jax
     import numpy as np
 
@@ -249,6 +264,7 @@ def _abstract(leaf: Any, name: str) -> Any:
 
 
 def _aval(leaf: Any) -> tuple[tuple[int, ...], str]:
+    """Return shape and dtype."""
     return tuple(int(size) for size in leaf.shape), str(leaf.dtype)
 
 
@@ -267,6 +283,7 @@ def _optax_marks(arg: Any) -> list[bool]:
 
 
 def _result_name(path: str, count: int) -> str:
+    """Return the name of an untied result at `path`: `result` for the only one of `count`, else `result.<path>`."""
     if path == "value" and count == 1:
         return "result"
     return f"result.{path}"

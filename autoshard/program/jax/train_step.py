@@ -8,15 +8,16 @@ from autoshard.program.jax.gradient_groups import Reduced, Reduction, dividend_a
 from autoshard.program.torch_ops.wide_integers import in_64_bits
 
 
-LEARNING_RATE = 3e-4
+LEARNING_RATE = 3e-4  # a usual rate for AdamW; it changes neither time nor memory
 _MEAN = Reduced()
 
 
 def make_optimizer(name: str, state_dtype: str | tuple[str, str] | None = None) -> Any:
     """Return optax's `adamw`, `sgd` or `momentum` (SGD whose state accumulates the gradients).
 
-    Moments are stored in `state_dtype` (None: that of their parameters) and updated in fp32. A pair of dtypes is for
-    AdamW's first and second moments. Raises `UserError` for another name.
+    Moments are stored in `state_dtype` and updated in fp32; with None both are in the dtype of their parameters. A pair
+    of dtypes is for AdamW's first and second moments. The learning rate is `LEARNING_RATE`, and AdamW decays weights.
+    Raises `UserError` for another name.
     """
     import optax
 
@@ -36,7 +37,10 @@ def make_optimizer(name: str, state_dtype: str | tuple[str, str] | None = None) 
 
 
 def _stored_as(inner: Any, dtype: str, apart: bool) -> Any:
-    """Return `inner` with its state stored in `dtype`; if `apart`, first moments have a dtype of their own."""
+    """Return `inner` with its float state stored in `dtype` and cast to fp32 for updates.
+
+    If `apart`, first moments (`mu`) are never cast: `inner` gives them a dtype of their own.
+    """
     import jax
     import jax.numpy as jnp
     import optax
@@ -79,10 +83,12 @@ def training_step(
     - `gradient_groups`: number of groups of examples with separate gradients. They are averaged only after the backward
       passes of all microbatches, so devices with a group each send gradients once a step.
     - `whole_on`: a `jax.sharding.AbstractMesh` on which every device then has the averages whole.
-    - `gradients`: dtype to which gradients are rounded for the optimizer.
+    - `gradients`: dtype to which gradients are rounded for the optimizer; None to leave them unchanged.
     - `wide`: True to compute loss and gradients in 64 bits.
-    - `reduction`: reduction of gradients and losses over microbatches and groups: by default averaged, or summed. For a
-      quotient, sums of dividends are divided by sums of divisors.
+    - `reduction`: reduction of gradients and losses over microbatches and groups. `SUM` adds them, `MEAN` and `OTHER`
+      average them. For a `QUOTIENT`, sums of dividends are divided by sums of divisors.
+
+    The leading dim of the batch must divide into microbatches and groups.
     """
     import jax
     import optax
@@ -117,7 +123,10 @@ def training_step(
 
 
 def gradient_step(loss_fn: Callable[..., Any], *, aux: bool = False, **forms: Any) -> Callable[..., Any]:
-    """Return `step(params, batch[, buffers]) -> ((loss, gradients), buffers)`, with the options of `training_step`."""
+    """Return `step(params, batch[, buffers]) -> ((loss, gradients), buffers)`, with the options of `training_step`.
+
+    Buffers are an empty dict without `aux`.
+    """
     import jax
     import jax.numpy as jnp
     import optax
@@ -159,7 +168,10 @@ def _divided(gradient: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _over_groups(gradient: Callable[..., Any], whole_on: Any, mean: bool) -> Callable[..., Any]:
-    """Return a function with means, or sums, over the leading dim of the results of `gradient`."""
+    """Return a function with means, or sums, over the leading dim of the results of `gradient`.
+
+    They are replicated on the mesh `whole_on`, if it is given.
+    """
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 

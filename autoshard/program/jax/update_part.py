@@ -20,6 +20,7 @@ _ELEMENTWISE = frozenset(
 """Primitives in which each element of the results depends only on the same elements of the operands."""
 
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
+"""Primitives that run an inner jaxpr once on their operands, and can be inlined."""
 _INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 """Names of the parameter in which an equation has a jaxpr that takes its operands one by one."""
 
@@ -64,8 +65,9 @@ def split_updates(jaxpr: Any, ties: Mapping[int, int], wanted: Collection[int]) 
     - `ties`: position of an argument -> position of the result that replaces it.
     - `wanted`: positions of the arguments that may be stored in the hosts' memory.
 
-    In an update, a scan must run over one of the stacks, and no other op may depend on its state. Arguments of `wanted`
-    without such an update are not in the result's `hosted`. Calls are inlined (`flat_equations`).
+    A scan of the program must run over one of an update's stacks. No op that is not elementwise may depend on the
+    update's state. Arguments of `wanted` without such an update are not in the result's `hosted`. Calls are inlined
+    (`flat_equations`).
     """
     equations, outvars = flat_equations(jaxpr)
     returned = {v for v in outvars if is_var(v)}
@@ -95,7 +97,10 @@ def is_var(value: Any) -> bool:
 
 
 def flat_equations(jaxpr: Any) -> tuple[list[Any], list[Any]]:
-    """Return the equations and results of a jaxpr, with each call replaced by the equations of the called function."""
+    """Return the equations and results of a jaxpr, with each call replaced by the equations of the called function.
+
+    Calls that state shardings, and bodies of loops and conditionals, stay as they are.
+    """
     import jax.extend.core as jex
 
     flat: list[Any] = []
@@ -132,7 +137,7 @@ def _is_plain(eqn: Any) -> bool:
 
 
 def _called(eqn: Any) -> tuple[Any, Sequence[Any]]:
-    """Return the jaxpr that an equation calls with its operands, and its constants; None if it calls none."""
+    """Return the open jaxpr that an equation calls with its operands, and its constants; `(None, ())` without one."""
     called = next((eqn.params[key] for key in _INNER if key in eqn.params), None)
     if called is None:
         return None, ()
@@ -140,6 +145,7 @@ def _called(eqn: Any) -> tuple[Any, Sequence[Any]]:
 
 
 def _shape(value: Any) -> tuple[int, ...]:
+    """Return the shape of a variable or literal; that of a scalar if its type has none."""
     return tuple(getattr(value.aval, "shape", ()))
 
 
@@ -159,6 +165,8 @@ def _is_elementwise(eqn: Any) -> bool:
 
 def _inside(equations: Sequence[Any], state: Collection[Any], returned: Collection[Any]) -> tuple[set[int], set[Any]]:
     """Return the numbers of the equations that may belong to updates, and all operands and results of excluded ones.
+
+    `state` are variables of hosted state, and `returned` those that the program returns.
 
     Elementwise equations belong if they depend on state, or if only such equations use their result and the program
     does not return it. Excluded equations depend on state, but are not elementwise.
@@ -189,7 +197,10 @@ def _inside(equations: Sequence[Any], state: Collection[Any], returned: Collecti
 
 
 def _components(equations: Sequence[Any], inside: Collection[int]) -> list[list[int]]:
-    """Return the groups of equations that arrays connect, each in the program's order."""
+    """Return the groups of equations `inside` that arrays connect, as their numbers in the program's order.
+
+    A shared scalar connects nothing.
+    """
     import networkx
 
     graph = networkx.Graph()
@@ -203,15 +214,16 @@ def _components(equations: Sequence[Any], inside: Collection[int]) -> list[list[
 
 
 def _is_array(value: Any) -> bool:
+    """Return True for a variable that is no scalar."""
     return is_var(value) and bool(_shape(value))
 
 
 def _update(
     members: Sequence[Any], tied: Mapping[Any, Any], state: Collection[Any], returned: Collection[Any]
 ) -> StackUpdate | None:
-    """Return the update of stacks by connected equations; None if it replaces no argument in `state`, or if values are
-    no stacks.
+    """Return the update of stacks by connected equations; None if it replaces no argument in `state`.
 
+    None is also the result if the first equation computes no stack.
     A stack has at least two dims and at least two layers. An output replaces an argument of the same shape and dtype.
 
     - `members`: the equations.

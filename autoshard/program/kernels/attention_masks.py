@@ -4,7 +4,10 @@ from typing import Any
 
 
 def seen_share(length: int, keys: int, causal: bool, window: int | None) -> float:
-    """Return the share of `length` x `keys` scores that are not masked."""
+    """Return the share of `length` x `keys` scores that are not masked; as many queries as keys are assumed.
+
+    It is 1 without a causal mask, even with a window, and 0.5 under a causal mask without a window below `keys`.
+    """
     if not causal:
         return 1.0
     if window is None or window >= keys:
@@ -17,7 +20,7 @@ def computed_share(length: int, keys: int, causal: bool, window: int | None, blo
     """Return the share of the scores that a kernel computes, if the kernel skips only fully masked blocks.
 
     - `length`, `keys`: numbers of queries and keys.
-    - `causal`, `window`: masks of the scores.
+    - `causal`, `window`: masks of the scores, as in `_computed`.
     - `block`: (queries, keys) of one block.
     """
     computed, columns = _computed(length, keys, causal, window, block), -(-keys // block[1])
@@ -25,12 +28,16 @@ def computed_share(length: int, keys: int, causal: bool, window: int | None, blo
 
 
 def grid_steps(length: int, keys: int, causal: bool, window: int | None, block: tuple[int, int]) -> int:
-    """Return the grid steps of such a kernel that compute something, for one head."""
+    """Return the number of blocks of scores that the kernel of `computed_share` computes, for one head."""
     return sum(_computed(length, keys, causal, window, block))
 
 
 def _computed(length: int, keys: int, causal: bool, window: int | None, block: tuple[int, int]) -> list[int]:
-    """Return the number of blocks that are not fully masked, for each row of blocks."""
+    """Return the number of blocks that are not fully masked, for each row of blocks.
+
+    Under a causal mask the last query sees the last key, and with a window only the last `window` keys. Without a
+    causal mask all blocks count, even with a window.
+    """
     high, wide = block
     rows, columns = -(-length // high), -(-keys // wide)
     if not causal:
@@ -45,7 +52,11 @@ def _computed(length: int, keys: int, causal: bool, window: int | None, block: t
 
 
 def visible_scores(length: int, keys: int, causal: bool, window: int | None, first: Any) -> Any:
-    """Return [1, 1, 1, S, T] booleans, true where query s + `first` sees key t; None if all queries see all keys."""
+    """Return [1, 1, 1, S, T] booleans, true where a query sees key t; None if all queries see all keys.
+
+    Query s of `length` is at position s + `first`. Causal queries see keys up to their position, and with a window
+    only the last `window` of them. Other queries with a window see keys less than `window` away on both sides.
+    """
     import jax
     import jax.numpy as jnp
 

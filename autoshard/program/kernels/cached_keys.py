@@ -27,31 +27,34 @@ class CachedKeys:
 
 
 def query_position() -> Any:
-    """Return the position of the first query among the cached keys; None if keys and queries are the same tokens."""
+    """Return the position of the first query among the cached keys; None outside of serving steps.
+
+    None means that keys and queries are the same tokens.
+    """
     cache = active_cache.get()
     return None if cache is None else cache.position
 
 
 def stacks_of(key: Any) -> CachedKeys | None:
-    """Return the stacks from which the last `update` of the cache read these keys; None for other keys."""
+    """Return the stacks from which the active cache's last `update` read `key`, this very object; None for others."""
     cache = active_cache.get()
     given = None if cache is None else cache.given
     return given[1] if given is not None and given[0] is key else None
 
 
 def only_shapes() -> bool:
-    """Return True in the first trace of a serving step, which only needs the shapes to cache."""
+    """Return True in the first trace of a serving step, which only needs the shapes to cache: it has no entries yet."""
     cache = active_cache.get()
     return cache is not None and not cache.entries
 
 
 def lies_in_order(shape: tuple[int, ...]) -> bool:
-    """Return True if a TPU's compiler lays out a cache of this shape row by row."""
+    """Return True if a TPU's compiler lays out a cache of this shape [..., positions, head] row by row."""
     return major_to_minor(shape) == tuple(range(len(shape)))
 
 
 def major_to_minor(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the dims of a cache in the order in which a TPU's compiler lays it out, major dim first.
+    """Return the dims of a cache [..., positions, head] in the order of a TPU's layout, major dim first.
 
     The innermost dim is padded to a multiple of the 128 lanes of a register. The order is row-major, except that
     positions are innermost if their relative padding is less than a head's. Heads of 64 would otherwise need twice

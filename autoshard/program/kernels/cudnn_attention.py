@@ -26,11 +26,15 @@ class _Scores(NamedTuple):
 
     causal: bool
     window: int | None
+    """Number of last keys that a query sees; None for all."""
     scale: float
 
 
 def cudnn_refusal(query: Any, key: Any, value: Any, *, masked: str, causal: bool, more: str) -> str:
-    """Return the reason why cuDNN cannot compute an attention; empty if it can.
+    """Return the first reason why cuDNN cannot compute an attention; empty if it can.
+
+    Heads of queries, keys and values must have one size, a multiple of 8 up to 128, in bf16 or f16. Causal attention
+    needs as many queries as keys.
 
     - `query`, `key`, `value`: [B, H, S, D], [B, K, T, D] and [B, K, T, E].
     - `masked`: reason why masks of the model exclude every kernel, or empty.
@@ -54,12 +58,14 @@ def cudnn_refusal(query: Any, key: Any, value: Any, *, masked: str, causal: bool
 def cudnn_attention(
     query: Any, key: Any, value: Any, *, causal: bool, window: int | None = None, scale: float | None = None
 ) -> Any:
-    """Compute softmax attention with gradients; return [B, K, G, S, D].
+    """Compute softmax attention with gradients; return [B, K, G, S, D] in the dtype of `value`.
 
     - `query`: [B, K, G, S, D]; each of the K key-value heads serves G query heads.
     - `key`, `value`: [B, K, T, D].
-    - `causal`, `window`: masks of the scores.
+    - `causal`, `window`: masks of the scores; with a window only the last `window` keys are visible.
     - `scale`: factor of the scores; None for D ** -0.5.
+
+    The FLOPs of scores that are not masked are recorded as model FLOPs.
     """
     size, share = query.shape[-1], seen_share(query.shape[3], key.shape[2], causal, window)
     scores = _Scores(causal, window, size**-0.5 if scale is None else scale)
@@ -91,7 +97,10 @@ def _differentiable() -> Any:
 
 @functools.cache
 def _call(way: str, scores: _Scores, flops: int) -> RuledFunction:
-    """Return the call `fwd` or `bwd`: cuDNN on GPUs, plain JAX elsewhere, with a sharding rule."""
+    """Return the call `fwd` or `bwd`: cuDNN on NVIDIA GPUs, plain JAX elsewhere, with a sharding rule and `flops`.
+
+    Batch and key-value heads may be split.
+    """
     ours, cudnn = {"fwd": (_forward, _cudnn_forward), "bwd": (_backward, _cudnn_backward)}[way]
 
     def fn(*given: Any) -> Any:
@@ -109,7 +118,7 @@ def _call(way: str, scores: _Scores, flops: int) -> RuledFunction:
 
 
 def _weights(query: Any, key: Any, scores: _Scores) -> Any:
-    """Return the scores in fp32 [B, K, G, S, T]; masked ones are the least number."""
+    """Return the scaled scores in fp32 [B, K, G, S, T]; masked ones are the least finite number."""
     import jax.numpy as jnp
 
     products = jnp.einsum("bkgsd,bktd->bkgst", query, key, preferred_element_type=jnp.float32) * scores.scale
@@ -119,7 +128,7 @@ def _weights(query: Any, key: Any, scores: _Scores) -> Any:
 
 
 def _forward(query: Any, key: Any, value: Any, *, scores: _Scores) -> tuple[Any, Any]:
-    """Compute the forward call in plain JAX: results, and the logarithms of the sums of exponentials."""
+    """Compute the forward call in plain JAX: results [B, K, G, S, D], and logarithms of sums of exponentials, fp32."""
     import jax
     import jax.numpy as jnp
 
@@ -132,7 +141,10 @@ def _forward(query: Any, key: Any, value: Any, *, scores: _Scores) -> tuple[Any,
 def _backward(
     query: Any, key: Any, value: Any, mixed: Any, sums: Any, gradient: Any, *, scores: _Scores
 ) -> tuple[Any, Any, Any]:
-    """Compute the gradients of query, key and value in plain JAX."""
+    """Compute the gradients of query, key and value in plain JAX, in their dtypes.
+
+    `mixed` and `sums` are the results of the forward call, and `gradient` is that of `mixed`.
+    """
     import jax.numpy as jnp
 
     wide = jnp.float32
@@ -148,7 +160,7 @@ def _backward(
 
 
 def _cudnn_forward(query: Any, key: Any, value: Any, *, scores: _Scores) -> tuple[Any, Any]:
-    """Compute the forward call by cuDNN."""
+    """Compute the forward call by cuDNN, with the results of `_forward`."""
     outputs = _fused()._dot_product_attention_fwd_impl(
         _merged(query), key, value, *_nothing(query), **_asked(scores), is_training=True
     )
@@ -158,7 +170,7 @@ def _cudnn_forward(query: Any, key: Any, value: Any, *, scores: _Scores) -> tupl
 def _cudnn_backward(
     query: Any, key: Any, value: Any, mixed: Any, sums: Any, gradient: Any, *, scores: _Scores
 ) -> tuple[Any, Any, Any]:
-    """Compute the gradients by cuDNN."""
+    """Compute the gradients by cuDNN, with the arguments and results of `_backward`."""
     rows = sums.reshape(query.shape[0], -1, query.shape[3])
     of_query, of_key, of_value = _fused()._dot_product_attention_bwd_impl(
         _merged(query), key, value, *_nothing(query), rows, _merged(mixed), _merged(gradient), **_asked(scores)
@@ -184,7 +196,7 @@ def _nothing(query: Any) -> list[Any]:
 
 
 def _asked(scores: _Scores) -> dict[str, Any]:
-    """Return the static arguments of jax's functions."""
+    """Return the static arguments of jax's functions: no dropout, heads before positions."""
     fused = _fused()
     mask = fused.MaskType.CAUSAL if scores.causal else fused.MaskType.NO_MASK
     return {
@@ -211,7 +223,10 @@ _BIAS, _LENGTHS = 3, (4, 5)
 def cudnn_rule(name: str, static: Sequence[Any], operands: Sequence[Any], results: Sequence[Any]) -> CallRule | None:
     """Return the sharding rule of a call by the name of JAX's function, or None for other calls.
 
-    Batch and key heads may be split.
+    Batch and key heads may be split, unless the gradient of a bias without these dims is a result.
+
+    - `static`: static arguments of the call, by position.
+    - `operands`, `results`: its tensors, with shapes.
     """
     if name not in _PASSES:
         return None
@@ -249,9 +264,9 @@ def cudnn_rule(name: str, static: Sequence[Any], operands: Sequence[Any], result
 
 
 def cudnn_flops(rule: CallRule, static: Sequence[Any], operands: Sequence[Any], results: Sequence[Any]) -> int:
-    """Return the FLOPs of a call.
+    """Return the FLOPs of a call with the `rule` of `cudnn_rule`, of all devices.
 
-    A causal mask leaves half of the scores, and a window leaves the window's width of each row.
+    A causal mask leaves half of the scores, and a window leaves the window's width of each row; the smaller counts.
     """
     flops = bind(rule, [a.shape for a in operands], [r.shape for r in results], f"of `{rule.name}`").flops
     rows = 2 if static[_LAYOUT] else 1

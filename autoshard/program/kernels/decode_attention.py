@@ -48,8 +48,8 @@ _LOW = -1e30
 def cached_refusal(query: tuple[int, ...], held: CachedKeys, *, masked: str, causal: bool) -> str:
     """Return the reason why the kernel cannot compute an attention over the cache; empty if it can.
 
-    - `query`: shape [B, H, S, D].
-    - `held`: the cache.
+    - `query`: shape [B, H, S, D]; S must be 1.
+    - `held`: the cache; its positions and head sizes must be multiples of 128, laid out row by row.
     - `masked`: reason why masks of the model exclude every kernel, or empty.
     - `causal`: True if the attention is causal.
     """
@@ -66,7 +66,10 @@ def cached_refusal(query: tuple[int, ...], held: CachedKeys, *, masked: str, cau
 
 
 def no_gain(held: CachedKeys) -> str:
-    """Return the reason why `auto` does not use the kernel although it could; empty if it does."""
+    """Return the reason why `auto` does not use the kernel although it could; empty if it does.
+
+    The kernel gains if at most `_WORTH` of the places are expected to be read.
+    """
     length = held.keys.shape[-2]
     if held.filled <= _WORTH * length:
         return ""
@@ -85,9 +88,12 @@ class _Blocks:
 
     @classmethod
     def of(cls, batch: int, heads: int, length: int, position_bytes: int) -> "_Blocks":
-        """Return the largest blocks within the limits.
+        """Return the largest blocks within the limits `_ROWS` and `_BLOCK_BYTES` that divide the sizes.
 
-        `position_bytes`: bytes of key and value of one position and one head.
+        - `batch`, `heads`, `length`: sequences, key-value heads and positions on a device.
+        - `position_bytes`: bytes of key and value of one position and one head.
+
+        Heads come first, then sequences. Blocks of positions are multiples of `LANES`, and at least that.
         """
         of_heads = _divisor(heads, _ROWS)
         of_batch = _divisor(batch, _ROWS // of_heads)
@@ -109,13 +115,13 @@ def cached_attention(
 
     - `query`: [B, K, G, D], one new token for each sequence.
     - `held`: keys [layers, B, K, T, D] and values [layers, B, K, T, E]; the call's price is that of `held.filled`
-      places.
-    - `position`: position of the new token, a scalar.
+      places. Without a layer number it is layer 0.
+    - `position`: position of the new token, a scalar; it sees itself too.
     - `scale`: factor of the scores; None for D ** -0.5.
     - `window`: if given, only the last so many places are visible.
     - `softcap`: bound of the scores, applied as a scaled tanh.
 
-    The kernel runs on TPUs and compiles for them. If JAX has started without a TPU, the kernel is interpreted.
+    The kernel runs on TPUs and compiles for them. It is interpreted unless JAX has started with a TPU (`interpreted`).
     """
     import jax.numpy as jnp
 
@@ -151,11 +157,12 @@ def cached_attention(
 def _call(
     *, seen: int, rows: int, sizes: tuple[int, ...], itemsize: int, scale: float, softcap: float | None
 ) -> RuledFunction:
-    """Return the call of one attention over `rows` pairs of sequence and head.
+    """Return the call of one attention over `rows` pairs of sequence and key-value head, with rule, FLOPs and bytes.
 
     - `seen`: places that are expected to be read.
     - `sizes`: G, number of parts, positions of one part, D, E.
     - `itemsize`: bytes of one element of the cache.
+    - `scale`, `softcap`: factor and bound of the scores; None for no bound.
     """
     groups, parts, each, size, value_size = sizes
     flops = 2 * rows * groups * seen * (size + value_size)

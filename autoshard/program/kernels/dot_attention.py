@@ -29,21 +29,23 @@ def attend(
     held: CachedKeys | None = None,
     sinks: Any = None,
 ) -> Any:
-    """Compute softmax attention with an fp32 softmax; return [B, S, H, E].
+    """Compute softmax attention with an fp32 softmax; return [B, S, H, E] in the dtype of `value`.
 
     - `query`: [B, H, S, D]; H is a multiple of K, and H / K query heads share a key-value head.
     - `key`, `value`: [B, K, T, D] and [B, K, T, E].
     - `causal`: position s sees t <= s + T - S, or t <= s + `position` if that is given.
     - `position`: position of the first query after a cache.
-    - `window`: only the last `window` of these keys are visible.
+    - `window`: only the last `window` of these keys are visible; without `causal`, those less than `window` away.
     - `scale`: factor of the scores; None for D ** -0.5.
     - `softcap`: bound of the scores, applied as a scaled tanh.
     - `padding`: [B, T], true where a key may be seen.
-    - `bias`: broadcasts to [B, H, S, T]; booleans mask, floats are added.
+    - `bias`: broadcasts to [B, H, S, T]; booleans are true where a key may be seen, floats are added.
     - `held`: the cache that `key` and `value` are one layer of.
     - `sinks`: [H], or [B, H, S, 1] per query: score of one more key of each head, whose value is zero.
 
-    Inside `attention_kernel` a kernel may compute the attention, and keys and values may go around a ring.
+    Inside `attention_kernel` a kernel may compute the attention, and keys and values may go around a ring. The first
+    of these that is requested and possible is used: the cached kernel, a ring, cuDNN, splash, plain dots. Only plain
+    dots take `sinks`, `padding` and `bias`.
 
     Raises `UserError` if the user named a kernel that cannot compute this attention.
     """

@@ -14,7 +14,9 @@ from autoshard.program.kernels.attention_masks import computed_share, grid_steps
 
 FORWARD = "autoshard_attention"
 BACKWARD = "autoshard_attention_backward"
+"""Target of the backward call with one kernel for keys and values and one for queries."""
 FUSED = "autoshard_attention_backward_fused"
+"""Target of the backward call with one kernel for all gradients."""
 FORWARD_RING = "autoshard_ring_attention"
 BACKWARD_RING = "autoshard_ring_attention_backward"
 FUSED_RING = "autoshard_ring_attention_backward_fused"
@@ -26,10 +28,10 @@ _BLOCK = 512
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KernelBlocks:
-    """(queries, keys) in a block of scores of jax's splash kernels.
+    """Sizes (queries, keys) of a block of scores of jax's splash kernels.
 
     `forward` is for the forward kernel, `keys` for the gradients of keys and values, `queries` for that of queries.
-    With `fused` one backward kernel computes all gradients, and the scores once.
+    With `fused` one backward kernel, with blocks `keys`, computes all gradients, and the scores once.
     """
 
     forward: tuple[int, int] = (_BLOCK, _BLOCK)
@@ -53,10 +55,12 @@ def flash_attention(
 
     - `query`: [B, K, G, S, D]; each of the K key-value heads serves G query heads.
     - `key`, `value`: [B, K, T, D] and [B, K, T, E].
-    - `causal`, `window`: masks of the scores.
-    - `blocks`: blocks of scores; blocks that are fully masked are skipped, as in jax's splash kernel.
+    - `causal`, `window`: masks of the scores; a window without `causal` masks nothing in the price.
+    - `blocks`: blocks of scores, None for the defaults, capped to the lengths. Fully masked blocks are skipped, as in
+      jax's splash kernel.
     - `ring`: keys and values go around the devices that share the sequence.
-    - `balanced`: tokens are in an order in which all parts of the queries see equally many keys.
+    - `balanced`: tokens are in an order in which all parts of the queries see equally many keys. Otherwise later
+      queries of a causal call without window and ring are priced as more work.
 
     There is no implementation: a program with this call can only be planned and priced.
     """
@@ -90,19 +94,22 @@ class _CallForm(NamedTuple):
 
     forward: _Grid
     backward: _Grid
+    """Work of all backward kernels; the share is the mean over their matmuls."""
     fused: bool
+    """True if one backward kernel computes all gradients."""
     ring: bool
+    """True if keys and values go around a ring."""
     slope: int
     """Number of query blocks, each of which sees more keys than the one before; 0 if all see equally many."""
 
     def attributes(self, grid: _Grid) -> dict[str, float]:
-        """Return the attributes of a call."""
+        """Return the attributes of a call with this work: `seen_share`, `grid_steps` and, if any, `sloping_blocks`."""
         slope = {"sloping_blocks": float(self.slope)} if self.slope else {}
         return {"seen_share": grid.share, "grid_steps": float(grid.steps)} | slope
 
 
 def _record_scores(query: Any, key: Any, value: Any, share: float) -> None:
-    """Record the FLOPs of both matmuls over a share of the scores."""
+    """Record as model FLOPs those of both forward matmuls over a `share` of the scores."""
     scores = (*query.shape[:4], key.shape[2])
     model_flops.record(2.0 * functools.reduce(lambda a, b: a * b, scores, share * (query.shape[4] + value.shape[3])))
 

@@ -40,10 +40,11 @@ _COMPUTED: Mapping[str, Callable[..., Any]] = {
 """Primitives for computations on places, and their numpy counterparts."""
 
 _CALLS = ("jit", "pjit", "closed_call")
+"""Primitives that run an inner jaxpr once on their operands."""
 
 
 def step_products(jaxpr: Any, grid: Sequence[Any]) -> tuple[Mapping[str, float], Mapping[str, float]]:
-    """Return matmul FLOPs of one grid step by dtype: if every branch runs, and as the mean over the grid.
+    """Return matmul FLOPs of one grid step by dtype, once if every branch runs, and once as the mean over the grid.
 
     `grid` are the kernel's own grid dims. A branch with an unknown condition counts as run. A loop of known length
     counts with every iteration, any other loop with one. Values from outside of a loop are unknown in its body.
@@ -57,12 +58,13 @@ class _Reader:
     """A traversal of a kernel that adds up the FLOPs of its matmuls."""
 
     def __init__(self, grid: Sequence[Any]) -> None:
+        """Store the extents of the grid, and begin with no FLOPs by dtype: `every`, `mean`."""
         self.grid = grid
         self.every: defaultdict[str, float] = defaultdict(float)
         self.mean: defaultdict[str, float] = defaultdict(float)
 
     def read(self, jaxpr: Any, known: _Known, runs: NDArray[np.bool_], turns: int) -> None:
-        """Add the matmul FLOPs of `jaxpr`.
+        """Add the matmul FLOPs of `jaxpr`, and the values of its variables that follow from the place to `known`.
 
         - `known`: values of variables that follow from the place in the grid.
         - `runs`: steps at which the jaxpr runs.
@@ -98,7 +100,10 @@ class _Reader:
             known[equation.outvars[0]] = np.arange(self.grid[axis]).reshape(shape)
 
     def branch(self, equation: Any, known: _Known, runs: NDArray[np.bool_], turns: int) -> None:
-        """Traverse the branches of a conditional, each with the steps at which it runs."""
+        """Traverse the branches of a conditional, each with the steps at which it runs.
+
+        If the condition is unknown, each runs at every step of `runs`.
+        """
         chosen = _value(equation.invars[0], known)
         for number, inner in enumerate(inner_jaxprs(equation)):
             here = runs if chosen is None else runs & (chosen.astype(np.int64) == number)
@@ -106,7 +111,7 @@ class _Reader:
 
 
 def _product(equation: Any) -> tuple[str, int]:
-    """Return the wider operand dtype of a matmul, and the matmul's FLOPs."""
+    """Return the wider operand dtype of a matmul (the left one's if equal), and the matmul's FLOPs."""
     (contracted, _), _ = equation.params["dimension_numbers"]
     left, right = (v.aval for v in equation.invars[:2])
     wider = max(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
@@ -116,7 +121,7 @@ def _product(equation: Any) -> tuple[str, int]:
 
 
 def _value(variable: Any, known: _Known) -> NDArray[Any] | None:
-    """Return the value of a literal or known variable, or None."""
+    """Return the value of a scalar literal or known variable, or None."""
     if hasattr(variable, "val"):
         return np.asarray(variable.val) if np.ndim(variable.val) == 0 else None
     return known.get(variable)
@@ -129,7 +134,7 @@ def _passed(outer: Sequence[Any], inner: Sequence[Any], known: _Known) -> _Known
 
 
 def _compute(equation: Any, known: _Known) -> None:
-    """Compute the scalar result of an equation if all its operands are known."""
+    """Add the scalar result of an equation to `known` if all its operands are known."""
     values = [_value(each, known) for each in equation.invars]
     if any(each is None for each in values) or equation.outvars[0].aval.shape:
         return

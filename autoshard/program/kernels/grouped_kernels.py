@@ -15,7 +15,9 @@ from autoshard.program import model_flops
 
 
 GROUPED = "autoshard_grouped"
+"""Target of the calls for products of rows, forward and for the gradient of the rows."""
 GROUPED_GRADIENT = "autoshard_grouped_gradient"
+"""Target of the call for the gradient of the matrices."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,10 +26,15 @@ class GroupedTiles:
 
     rows: int = 512
     width: int = 1024
+    """Tile along the model's width."""
     inner: int = 1024
+    """Tile along the experts' inner width."""
 
     def of(self, size: int, inner: int) -> int:
-        """Return the tile along a dim of `size`, which is the experts' inner width `inner` or the model's width."""
+        """Return the tile along a dim of `size`, at most that: the experts' inner width `inner` or the model's width.
+
+        If both widths are equal, the inner tile is used.
+        """
         return min(size, self.inner if size == inner else self.width)
 
 
@@ -55,13 +62,13 @@ class _Work:
     share: float
     """Computed FLOPs over the FLOPs that the rows need."""
     steps: float
-    """Grid steps of the kernel on the core with most."""
+    """Grid steps of the kernel on the core with most, times the devices."""
     traffic: float
-    """Bytes read and written in main memory."""
+    """Bytes read and written in main memory of all devices."""
 
 
 def _work(kernels: GroupedKernels, rows: int, groups: int, sizes: tuple[int, int], inner: int, gradient: bool) -> _Work:
-    """Return the work of one call; elements have two bytes.
+    """Return the expected work of one call; elements have two bytes, and rows are spread evenly over groups.
 
     - `rows`, `groups`: rows and groups over all devices.
     - `sizes`: (contracted, columns) of each matrix.
@@ -101,7 +108,7 @@ def kernel_matmul(rows: Any, weight: Any, kernels: GroupedKernels, inner: int) -
 
 @functools.cache
 def _differentiable() -> Any:
-    """Return the call as a function with a custom gradient."""
+    """Return the call as a function of rows, weight, kernels and inner width, with a custom gradient."""
     import jax
 
     def call(target: str, shape: Any, operands: tuple[Any, ...], work: _Work, turned: bool) -> Any:

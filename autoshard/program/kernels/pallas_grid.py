@@ -22,6 +22,7 @@ class GridRange(enum.StrEnum):
     SAME = "same"
     """All steps have the same block."""
     MIXED = "mixed"
+    """Neither."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,10 +32,15 @@ class BlockPattern:
     dim: int
     """Dim of the tensor whose blocks advance evenly from period to period; -1 if each period has the same blocks."""
     period: int
+    """Number of consecutive grid steps in a period."""
     within: GridRange
+    """Pattern of the blocks over the steps of one period."""
 
     def inside(self, group: int) -> GridRange:
-        """Return the pattern within a group of steps that is a multiple of the period."""
+        """Return the pattern within a group of steps that is a multiple of the period.
+
+        It is `MIXED` for a longer group unless the period is one step, or all steps have the same blocks.
+        """
         fits = self.period in (1, group) if self.dim >= 0 else self.period == 1 or self.within is GridRange.SAME
         return self.within if fits else GridRange.MIXED
 
@@ -64,6 +70,8 @@ def follow(
 ) -> dict[int, "tuple[int, GridRange] | None"]:
     """Map the grid dim that one output of an index map depends on to (period, within), or None if unknown.
 
+    The result is empty if it depends on none. If it depends on several, each maps to None.
+
     - `jaxpr`, `variable`: the index map and its output.
     - `grid`: extents of the grid dims.
     - `blocks`: number of blocks of the tensor's dim; None if they are no plain blocks.
@@ -79,7 +87,11 @@ def follow(
 
 
 def _pattern(values: NDArray[np.int64], blocks: int) -> tuple[int, GridRange] | None:
-    """Return (period, within) of block numbers over one grid dim, or None if they have no such pattern."""
+    """Return (period, within) of block numbers over one grid dim, or None if they have no such pattern.
+
+    The shortest period counts, which must be shorter than the dim. Either each period has the next
+    `period * blocks / steps` of the tensor's `blocks`, or all have the same ones: then the period is negative.
+    """
     count = len(values)
     for period in (c for c in range(1, count) if count % c == 0):
         first, more = values[:period], values[period:] - values[:-period]
@@ -94,7 +106,7 @@ def _pattern(values: NDArray[np.int64], blocks: int) -> tuple[int, GridRange] | 
 
 
 def reach(jaxpr: Any, variable: Any, dims: int, through: bool = False) -> set[int]:
-    """Return the numbers of the first `dims` inputs that an output depends on.
+    """Return the numbers of the first `dims` inputs that `variable` depends on.
 
     With `through`, also those that only index a table.
     """
@@ -107,7 +119,7 @@ def reach(jaxpr: Any, variable: Any, dims: int, through: bool = False) -> set[in
 
 
 def _behind(jaxpr: Any, variable: Any, through: bool = False) -> Iterator[Any]:
-    """Yield a variable and all variables that it is computed from."""
+    """Yield a variable and all variables that it is computed from; operands of look-ups only with `through`."""
     makers = {out: equation for equation in jaxpr.eqns for out in equation.outvars}
     waiting, seen = [variable], set()
     while waiting:
@@ -121,7 +133,7 @@ def _behind(jaxpr: Any, variable: Any, through: bool = False) -> Iterator[Any]:
 
 
 def _values(jaxpr: Any, variable: Any, dim: int, size: int) -> NDArray[np.int64] | None:
-    """Return an output's values over one grid dim, or None if they depend on a table."""
+    """Return an output's values over grid dim `dim`, the only one that it uses; None if they depend on a table."""
     import jax
 
     behind = set(_behind(jaxpr, variable))
@@ -137,7 +149,7 @@ def _values(jaxpr: Any, variable: Any, dim: int, size: int) -> NDArray[np.int64]
 
 
 def map_tables(jaxpr: Any, dims: int, found: Tables) -> None:
-    """Add the look-ups of an index map to `found`."""
+    """Add the look-ups of an index map to `found`; its first `dims` inputs are the grid dims, the others tables."""
     own = {each: number for number, each in enumerate(jaxpr.invars[:dims])}
     for equation in jaxpr.eqns:
         _look_up(equation, {each: number for number, each in enumerate(jaxpr.invars[dims:])}, own, found)
@@ -161,6 +173,7 @@ class _IndexReader:
     """A traversal of a kernel that tracks its places in the grid to their uses."""
 
     def __init__(self, own: Sequence[int], grid: Sequence[Any], tables: dict[Any, int], found: Tables) -> None:
+        """Store the arguments of `place_use`, with `tables` as variable -> number, and begin with no uses."""
         self.own, self.grid, self.tables, self.found = own, grid, tables, found
         self.steps: set[int] = set()
         self.periods: dict[int, set[int]] = {}
@@ -199,7 +212,7 @@ class _IndexReader:
                     self.read(inner, {}, False)
 
     def spend(self, places: Any) -> None:
-        """Record places that are used in an unknown way."""
+        """Record places that are used in an unknown way: within a period, or in the whole dim for period 0."""
         for dim, period in places:
             if period:
                 self.periods.setdefault(dim, set()).add(period)
@@ -217,7 +230,10 @@ class _IndexReader:
             places[equation.outvars[0]] = (dim, divisor)
 
     def compare(self, equation: Any, places: dict[Any, Any], top: bool) -> None:
-        """Record a comparison with the first or last step of a period."""
+        """Record a comparison with a literal for the first or last step of a period, in the kernel's own jaxpr.
+
+        Any other comparison is an unknown use.
+        """
         place, value = places.get(_key(equation.invars[0])), _integer(equation.invars[1], places)
         dim, period = place if isinstance(place, tuple) else (-1, 0)
         size = period or self.grid[dim]
@@ -228,7 +244,10 @@ class _IndexReader:
             self.spend(p for p in (places.get(_key(v)) for v in equation.invars) if isinstance(p, tuple))
 
     def enter(self, equation: Any, places: dict[Any, Any]) -> None:
-        """Traverse the jaxprs of a call or a conditional with the places that are passed in."""
+        """Traverse the jaxprs of a call or a conditional with the places that are passed in.
+
+        A condition that is a place itself, a table that is passed in, and a place that is returned are unknown uses.
+        """
         chosen = equation.primitive.name == "cond"
         passed = equation.invars[1:] if chosen else equation.invars
         if chosen:
@@ -248,7 +267,10 @@ class _IndexReader:
 
 
 def _look_up(equation: Any, tables: dict[Any, int], places: dict[Any, int], found: Tables) -> bool:
-    """Record an equation's use of a table; return True if it is a look-up with known indices."""
+    """Record an equation's use of tables in `found`; return True if it is a look-up with known indices.
+
+    Known indices are places, recorded as `("grid", dim)`, and integers. Any other use is recorded as None.
+    """
     import jax
 
     used = [v for v in _variables(equation) if v in tables]
@@ -281,7 +303,7 @@ def _integer(variable: Any, places: dict[Any, Any]) -> int | None:
 
 
 def inner_jaxprs(equation: Any) -> Iterator[Any]:
-    """Yield the jaxprs among an equation's parameters."""
+    """Yield the open jaxprs among an equation's parameters, also in tuples and lists, without those inside them."""
     for value in equation.params.values():
         for each in value if isinstance(value, (tuple, list)) else (value,):
             inner = getattr(each, "jaxpr", each)
@@ -292,7 +314,10 @@ def inner_jaxprs(equation: Any) -> Iterator[Any]:
 def table_along(
     lookups: Sequence[tuple[Any, ...] | None], dim: int, shape: Sequence[int], size: int
 ) -> BlockPattern | None:
-    """Return the pattern of a table along a grid dim of that size; None if it is unknown or differs between look-ups.
+    """Return the pattern of a table along a grid dim of that size; None if it differs between look-ups.
+
+    A table is independent of the dim if no look-up has the dim as index; unknown look-ups read the whole table. None is
+    also the result if the dim of the table that the grid dim indexes has another extent.
 
     - `lookups`: indices of every look-up in the table.
     - `dim`, `size`: the grid dim and its extent.
@@ -317,7 +342,10 @@ def table_along(
 
 
 def with_tables(jaxpr: Any, first: int, shapes: dict[int, tuple[int, ...]]) -> Any:
-    """Return the jaxpr with other shapes of its tables, which are inputs from number `first` on."""
+    """Return the jaxpr with other shapes of its tables, which are inputs from number `first` on.
+
+    `shapes` maps the number of a table to its new shape; other tables keep theirs.
+    """
     core = importlib.import_module("jax._src.core")
     new = {}
     for number, shape in shapes.items():
@@ -333,9 +361,10 @@ def with_tables(jaxpr: Any, first: int, shapes: dict[int, tuple[int, ...]]) -> A
 
 
 def with_ends(jaxpr: Any, own: Sequence[int], sizes: dict[int, tuple[int, int]]) -> Any:
-    """Return the kernel with shorter periods along some grid dims.
+    """Return the kernel with shorter periods along some grid dims: divisors and last steps are replaced.
 
-    `sizes` maps a grid dim to (steps of one period, steps in the new kernel).
+    - `own`: grid dim of each of the kernel's own axes.
+    - `sizes`: grid dim -> (steps of one period, steps in the new kernel).
     """
     core = importlib.import_module("jax._src.core")
     places: dict[Any, int] = {}

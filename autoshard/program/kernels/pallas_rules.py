@@ -46,10 +46,13 @@ class Split:
     """A grid dim that may be split: into whole groups of steps, and then, if `inside`, into the steps of each."""
 
     dim: int
+    """The grid dim."""
     groups: int
+    """Number of groups of steps."""
     steps: int
     """Number of grid steps in one group."""
     inside: bool
+    """True if the steps of a group may be split too."""
     summed: bool
     """True if results are sums over the steps of a group."""
     triangular: bool
@@ -62,13 +65,19 @@ class PallasCall:
 
     name: str
     params: dict[str, Any]
+    """Parameters of the equation."""
     operands: tuple[Any, ...]
+    """Shapes and dtypes of the operands, tables included."""
     results: tuple[Any, ...]
+    """Shapes and dtypes of the results."""
     along: tuple[dict[int, BlockPattern | None], ...]
     """Pattern along each grid dim, for each operand and then each result."""
     splits: tuple[Split, ...]
+    """Grid dims that may be split, in order."""
     flops: int
+    """FLOPs of the whole grid: the author's estimate if no step skips a matmul, else those of the matmuls that run."""
     traffic: int
+    """Bytes that blocks move to and from main memory, of the whole grid."""
     dtype: str
     """Operand dtype of most of the FLOPs; empty if the kernel has no matmul."""
     steps: int
@@ -76,7 +85,7 @@ class PallasCall:
 
     @classmethod
     def of(cls, operands: Sequence[Any], results: Sequence[Any], params: dict[str, Any]) -> "PallasCall":
-        """Return the call of an equation with these operands, results and parameters."""
+        """Return the call of a `pallas_call` equation with these operands and results (shapes) and parameters."""
         mapping = params["grid_mapping"]
         name = kernel_name(params)
         first = len(operands) - mapping.num_inputs
@@ -113,7 +122,10 @@ class PallasCall:
 
     @property
     def rule(self) -> tuple[list[int], list[str], list[Any], list[Any]]:
-        """(sizes, kinds, operands, results) of the sharding rule; unsplit dims need replication."""
+        """Sizes and kinds of the sharding rule's factors, and factors of each dim of operands and results.
+
+        Each split has a factor for its groups and one for the steps inside; unsplit dims need replication.
+        """
         sizes, kinds, of = [], [], {}
         for split in self.splits:
             for count, kind in (
@@ -164,7 +176,10 @@ class PallasCall:
         return slopes
 
     def on_shards(self, mesh: Any, into: Sequence[Any], out: Sequence[Any]) -> tuple[Any, Sequence[Any], Sequence[Any]]:
-        """Return the kernel on the part of the grid that belongs to shards with these specs, and the specs."""
+        """Return the kernel on the part of the grid that belongs to shards with these specs, and the specs, unchanged.
+
+        Results that are sums over a split grid dim are all-reduced over its axes.
+        """
         mapping = self.params["grid_mapping"]
         leaves, specs = (*self.operands, *self.results), (*into, *out)
         axes = {split.dim: self._axes(split.dim, specs) for split in self.splits}
@@ -207,7 +222,7 @@ class PallasCall:
         return functools.partial(primitive.bind, **params) if not any(sums) else fn, into, out
 
     def _axes(self, dim: int, specs: Sequence[Any]) -> tuple[str, ...]:
-        """Return the mesh axes that split a grid dim: the most axes that split any tensor along it."""
+        """Return the mesh axes that split a grid dim: the most axes that split any tensor along it; empty if none."""
         widest: tuple[str, ...] = ()
         for along, spec in zip(self.along, specs, strict=True):
             each = along.get(dim)
@@ -252,6 +267,8 @@ def most_of_slope(parts: int, blocks: int) -> float:
 def masked_share(name: str, operands: Sequence[Any], mapping: Any) -> float:
     """Return the share of the grid's steps that a kernel runs: jax's splash attention skips masked blocks.
 
+    It is 1 for other kernels, and for one without a mask or with a grid reduced to a window.
+
     The kernel's second operand is the table of its blocks, `[heads, rows, columns]`. Its values are known on the device
     only. But a mask has an operand of query positions or of partial blocks. If the grid is not reduced to a window's
     width, the mask is assumed to be causal.
@@ -286,7 +303,7 @@ def _own(mapping: Any) -> list[int]:
 
 
 def _along(block: Any, grid: Sequence[Any]) -> dict[int, BlockPattern | None]:
-    """Return the pattern of one operand or result along each grid dim."""
+    """Return the pattern of one operand or result along each grid dim; None if unknown or if several dims follow it."""
     jaxpr = block.index_map_jaxpr.jaxpr
     patterns: dict[int, BlockPattern | None] = {dim: INDEPENDENT for dim in range(len(grid))}
     for d, variable in enumerate(jaxpr.outvars):
@@ -312,6 +329,10 @@ def _split(
     name: str, mapping: Any, along: Sequence[dict[int, BlockPattern | None]], dim: int, size: int, asked: PlaceUse
 ) -> Split | None:
     """Return the ways to split a grid dim, or None if it cannot be split.
+
+    A group has as many steps as the least common multiple of all periods, or all steps if a result is written
+    repeatedly. None is the result if the kernel uses its place in an unknown way or a pattern is unknown. It is also if
+    the only group cannot be split inside.
 
     - `along`: pattern of each operand and result along each grid dim.
     - `dim`, `size`: the grid dim and its extent.
@@ -340,7 +361,7 @@ def _split(
 
 
 def _elements(block: Any) -> int | None:
-    """Return the number of elements of a block along one dim, or None if the block has no fixed size."""
+    """Return the number of elements of a block along one dim: 1 if squeezed, None if the block has no fixed size."""
     if block is None or type(block).__name__ == "Squeezed":
         return 1
     if isinstance(block, int):
@@ -349,7 +370,12 @@ def _elements(block: Any) -> int | None:
 
 
 def _on_parts(mapping: Any, parts: dict[int, int], shards: Sequence[Any], tables: dict[int, tuple[int, ...]]) -> Any:
-    """Return the grid mapping for one part of the grid, on shards."""
+    """Return the grid mapping for one part of the grid, on shards.
+
+    - `parts`: grid dim -> number of its parts.
+    - `shards`: abstract values of the operands and results of one device.
+    - `tables`: number of a table -> its shape on one device.
+    """
     grid = tuple(size // parts.get(dim, 1) for dim, size in enumerate(mapping.grid))
     first = len(grid)
     blocks = [
@@ -369,7 +395,7 @@ def _on_parts(mapping: Any, parts: dict[int, int], shards: Sequence[Any], tables
 
 
 def _axes_of(entry: Any) -> tuple[str, ...]:
-    """Return the mesh axes of one entry of a spec."""
+    """Return the mesh axes of one entry of a spec, a name, a tuple or None."""
     return entry if isinstance(entry, tuple) else (entry,) if entry else ()
 
 
@@ -388,7 +414,11 @@ def _shard(shape: Sequence[int], spec: Any, mesh: Any) -> tuple[int, ...]:
 
 
 def _traffic(mapping: Any) -> int:
-    """Return the bytes that blocks move: a block moves whenever its index changes from one grid step to the next."""
+    """Return the bytes that blocks move: a block moves whenever its index changes from one grid step to the next.
+
+    The index changes with each step of the last grid dim that it depends on, and of all earlier ones. Steps that a mask
+    skips count too.
+    """
     total = 0
     for block in mapping.block_mappings:
         sizes = [_elements(b) for b in block.block_shape]

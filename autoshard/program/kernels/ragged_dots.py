@@ -21,15 +21,22 @@ class RaggedDot:
     """One ragged dot without batch dims: `[m, k], [g, k, n] -> [m, n]`, or `[m, k], [m, n] -> [g, k, n]`."""
 
     params: dict[str, Any]
+    """Parameters of the equation."""
     sizes: tuple[int, int, int, int]
+    """Sizes of the factors `M`, `K`, `N` and `G`."""
     left: tuple[int, ...]
     """Factor of each dim of the left operand."""
     right: tuple[int, ...]
+    """Factor of each dim of the right operand."""
     result: tuple[int, ...]
+    """Factor of each dim of the result."""
 
     @classmethod
     def of(cls, operands: Sequence[Any], params: dict[str, Any]) -> "RaggedDot | None":
-        """Return the ragged dot of an equation, or None for the forms with batch dims or an offset."""
+        """Return the ragged dot of an equation, or None for forms other than the two of the class.
+
+        `operands` are left, right and group sizes; batch dims, a fourth operand and several contracted dims give None.
+        """
         numbers = params["ragged_dot_dimension_numbers"]
         (left_over, right_over), (batch, _) = numbers.dot_dimension_numbers
         left, right, groups = (operand.shape for operand in operands[:3])
@@ -59,13 +66,19 @@ class RaggedDot:
 
     @property
     def rule(self) -> tuple[Sequence[int], Sequence[str], Any, Any]:
-        """(sizes, kinds, operands, results) of the sharding rule; groups are not split."""
+        """Sizes and kinds of the sharding rule's factors, and factors of each dim of operands and results.
+
+        Groups are not split. A contracted factor is a reduction.
+        """
         kinds = [PARALLEL if f in self.result else REDUCTION for f in (M, K, N)]
         sides = [[(f,) for f in dims] for dims in (self.left, self.right, (G,), self.result)]
         return self.sizes, [*kinds, NEED_REPLICATION], sides[:3], sides[3:]
 
     def on_shards(self, mesh: Any, into: Sequence[Any], out: Sequence[Any]) -> tuple[Any, Sequence[Any], Sequence[Any]]:
-        """Return the function that computes the dot on shards, with the specs of operands and results."""
+        """Return the function that computes the dot on shards, with the specs of operands and results, unchanged.
+
+        If rows are split, each device uses the sizes of the groups within its rows. Partial sums are all-reduced.
+        """
         axes: dict[int, tuple[str, ...]] = {}
         for dims, spec in zip((self.left, self.right, (G,), self.result), (*into, *out), strict=True):
             for factor, entry in zip(dims, spec, strict=False):
@@ -86,7 +99,7 @@ class RaggedDot:
 
 
 def _held(groups: Any, part: Any, rows: int) -> Any:
-    """Return the sizes of the groups within the rows of one part."""
+    """Return the sizes of the groups within the rows of part number `part`, each part having `rows` rows."""
     import jax.numpy as jnp
 
     ends = jnp.cumsum(groups)
@@ -108,7 +121,7 @@ def grouped_matmul(rows: Any, weight: Any, sizes: Any, real: int, busiest: float
     - `real`: number of all rows without padding, for which FLOPs are counted.
     - `busiest`: load of the busiest device over the mean, where groups are split.
 
-    With one expert in each group this is an einsum over all rows.
+    With one expert in each group this is an einsum over all rows, so that `sizes` and `real` are unused.
     """
     import jax
     import jax.numpy as jnp
@@ -136,7 +149,7 @@ def grouped_matmul(rows: Any, weight: Any, sizes: Any, real: int, busiest: float
 
 @functools.cache
 def _forward(real: int, owned: str, busiest: float) -> RuledFunction:
-    """Return the call of the forward product."""
+    """Return the call of the forward product; `owned` is the factor of the experts in its rule."""
 
     def fn(rows: Any, weight: Any, sizes: Any) -> Any:
         return _products(rows, weight.swapaxes(1, 2), sizes)
@@ -189,12 +202,18 @@ def _of_weight(real: int, owned: str, busiest: float) -> RuledFunction:
 
 
 def _uneven(busiest: float) -> CallWork:
-    """Return the load factor of the busiest device along the first factor of each rule, the groups."""
+    """Return work with the load of the busiest device over the mean along the rule's first factor, the groups.
+
+    A load of 1 is left out.
+    """
     return CallWork(imbalance={0: busiest} if busiest > 1 else {})
 
 
 def _products(rows: Any, weight: Any, sizes: Any) -> Any:
-    """Multiply rows [G, P, R, D] by weights [G e, D, F] of groups with `sizes` [G, P, e]."""
+    """Multiply rows [G, P, R, D] by weights [G e, D, F] of groups with `sizes` [G, P, e]; return [G, P, R, F].
+
+    Rows beyond the sizes give zeros.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -224,7 +243,7 @@ def _outer(rows: Any, of: Any, sizes: Any) -> Any:
 
 
 def _each(fn: Any, given: tuple[Any, ...]) -> Any:
-    """Apply `fn` to each index of the first dim, one after another."""
+    """Apply `fn` to the tuple of entries at each index of the first dim, one after another, and stack the results."""
     import jax
 
     if given[0].shape[0] == 1:

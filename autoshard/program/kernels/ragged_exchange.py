@@ -25,6 +25,7 @@ B, P, G, Q, R, D = range(6)
 sequences of the side that has all of them, `R` rows of a group and `D` features.
 """
 
+# Factors of each dim of rows by sequence, rows by group, and numbers of real rows.
 _BY_SEQUENCE: tuple[tuple[int, ...], ...] = ((B, P), (G,), (R,), (D,))
 _BY_GROUP: tuple[tuple[int, ...], ...] = ((P,), (B, Q), (R,), (D,))
 _FILLED: tuple[tuple[int, ...], ...] = ((B, Q), (G,))
@@ -34,8 +35,8 @@ def ragged_exchange(rows: Any, filled: Any, real: int, busiest: float = 1.0) -> 
     """Transpose rows [B, G, R, D] to [G, B, R, D], where B is a multiple of G.
 
     - `filled`: number of real rows among each R, [B, G] int32; the other rows are zeros.
-    - `real`: average number of real rows among all B G R.
-    - `busiest`: rows of the busiest device over the mean, where groups are split.
+    - `real`: average number of real rows among all B G R, for the price.
+    - `busiest`: rows of the busiest device over the mean, where groups are split, for the price.
     """
     return _exchanged(_RealRows(real / math.prod(rows.shape[:3]), busiest), True)(rows, filled)
 
@@ -52,11 +53,15 @@ class _RealRows:
     share: float
     """Share of the rows that is real."""
     busiest: float
+    """Rows of the busiest device over the mean."""
 
 
 @functools.cache
 def _exchanged(settings: _RealRows, there: bool) -> Any:
-    """Return the exchange as a function whose gradient is the exchange back."""
+    """Return the exchange as a function of rows and `filled` whose gradient is the exchange back.
+
+    `there` is True from sequences to groups.
+    """
     import jax
 
     @jax.custom_vjp
@@ -87,6 +92,7 @@ class RaggedCall:
 
     settings: _RealRows
     there: bool
+    """True from sequences to groups."""
     shape: tuple[int, ...]
     """Shape of the rows, the first operand."""
     dtype: str
@@ -98,7 +104,7 @@ class RaggedCall:
 
     @property
     def rule(self) -> tuple[Sequence[int], Sequence[str], Any, Any]:
-        """(sizes, kinds, operands, results) of the sharding rule."""
+        """Sizes and kinds of the sharding rule's factors, and factors of each dim of operands and results."""
         batch, groups = self.shape[:2] if self.there else self.shape[1::-1]
         sizes = (batch // groups, groups, groups, groups, *self.shape[2:])
         kinds = (PARALLEL, PARALLEL, NEED_REPLICATION, NEED_REPLICATION, NEED_REPLICATION, PARALLEL)
@@ -112,11 +118,14 @@ class RaggedCall:
 
     @property
     def uneven(self) -> dict[int, float]:
-        """Load of the busiest part over the mean, by factor."""
+        """Load of the busiest part over the mean, by factor; empty if it is 1."""
         return {P: self.settings.busiest} if self.settings.busiest > 1 else {}
 
     def on_shards(self, mesh: Any, into: Sequence[Any], out: Sequence[Any]) -> tuple[Any, Sequence[Any], Sequence[Any]]:
-        """Return the function that computes the call on shards with these specs, and the specs."""
+        """Return the function that computes the call on shards with these specs, and the specs, unchanged.
+
+        Without a split of groups it is a transpose.
+        """
         by_group = out[0] if self.there else into[0]
         entry = by_group[0] if len(by_group) else None
         axes = entry if isinstance(entry, tuple) else (entry,) if entry else ()
@@ -130,6 +139,7 @@ class RaggedCalls:
     """Callbacks for `custom_partitioning`; autoshard itself uses `of`."""
 
     def __init__(self, settings: _RealRows, there: bool) -> None:
+        """Store the expected load; `there` is True from sequences to groups."""
         self.settings, self.there = settings, there
 
     def of(self, operands: Sequence[Any]) -> RaggedCall:
@@ -137,7 +147,10 @@ class RaggedCalls:
         return RaggedCall(self.settings, self.there, tuple(operands[0].shape), str(operands[0].dtype))
 
     def __call__(self, mesh: Any, operands: Any, results: Any) -> tuple[Any, Any, Any, Any]:
-        """Return the call on shards for XLA's own split of the sequences, which stay on their devices."""
+        """Return mesh, function on shards, and shardings of result and operands, for XLA's own split of the sequences.
+
+        Sequences stay on their devices, so that the function is a transpose.
+        """
         from jax.sharding import NamedSharding, PartitionSpec
 
         spec = (*operands[0].sharding.spec, *[None] * 4)[:4]
@@ -180,7 +193,7 @@ def _all_rows(rows: Any, filled: Any, *, axes: tuple[str, ...], count: int, ther
 
 
 def _real_rows(rows: Any, filled: Any, *, axes: tuple[str, ...], count: int, there: bool) -> Any:
-    """Send the real rows only."""
+    """Send the real rows only, by `ragged_all_to_all`; the arguments are those of `_sent`."""
     import jax
     import jax.numpy as jnp
 

@@ -39,7 +39,9 @@ _SIDES = (
 
 
 def ring_refusal(query: Sequence[int], key: Sequence[int], *, window: bool, softcap: bool) -> str:
-    """Return the reason why an attention cannot go around a ring; empty if it can.
+    """Return the first reason why an attention cannot go around a ring; empty if it can.
+
+    As many queries as keys are needed.
 
     - `query`, `key`: shapes [..., S, D] and [..., T, D].
     - `window`, `softcap`: True if the attention has a window or bounded scores.
@@ -60,9 +62,9 @@ def ring_attention(
     - `key`, `value`: [B, K, S, D] and [B, K, S, E].
     - `causal`: True if query s sees only keys up to s.
     - `scale`: factor of the scores; None for D ** -0.5.
-    - `kernel`: compute pieces by jax's splash kernel if S is a multiple of its blocks.
+    - `kernel`: compute pieces by jax's splash kernel if S is a multiple of 256, two of its least blocks.
 
-    Without the kernel, scores of `KEYS` keys at a time are in memory.
+    Without the kernel, scores of `KEYS` keys at a time are in memory. Model FLOPs are recorded.
     """
     length, size = query.shape[3], query.shape[4]
     scores = math.prod(query.shape[:4]) * length * seen_share(length, length, causal, None)
@@ -80,7 +82,10 @@ class _Settings(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """Number of tokens that stay on one device: two halves, each a multiple of a kernel's block."""
+        """Least number of tokens that stay on one device: two halves for a causal mask or a kernel.
+
+        Each half is a multiple of a kernel's block. It is 1 without a causal mask and without the kernel.
+        """
         return 2 * LANES if self.how.kernel else 2 if self.causal else 1
 
 
@@ -120,9 +125,11 @@ class RingCall:
 
     settings: _Settings
     back: bool
+    """True for the backward call."""
     shapes: tuple[tuple[int, ...], ...]
     """Shapes of the call's operands, in order."""
     dtype: str
+    """Dtype of the queries."""
 
     @property
     def name(self) -> str:
@@ -131,14 +138,14 @@ class RingCall:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Sizes of the factors."""
+        """Sizes of the factors `B` to `U`; a sequence that is no multiple of the unit is one part."""
         query, value = self.shapes[0], self.shapes[2]
         unit = self.settings.unit if query[3] % self.settings.unit == 0 else query[3]
         return (*query[:3], query[3] // unit, query[4], value[3], unit)
 
     @property
     def rule(self) -> tuple[Sequence[int], Sequence[str], Any, Any]:
-        """(sizes, kinds, operands, results) of the sharding rule."""
+        """Sizes and kinds of the sharding rule's factors, and factors of each dim of operands and results."""
         # Gradients of keys are sums over the query heads that share them, so that these heads are not split there.
         kinds = [PARALLEL, PARALLEL, NEED_REPLICATION if self.back else PARALLEL, PARALLEL, *[NEED_REPLICATION] * 3]
         operands, results = (
@@ -148,7 +155,7 @@ class RingCall:
 
     @property
     def flops(self) -> int:
-        """FLOPs of the matmuls over the scores.
+        """FLOPs of the matmuls over the scores that are computed, on all devices.
 
         There are two forward, and backward seven with kernels or five without.
         """
@@ -164,7 +171,7 @@ class RingCall:
 
     @property
     def _share(self) -> float:
-        """Share of the scores that is computed on one device."""
+        """Share of the scores that is computed if one device computes the whole call; 1 without the kernel."""
         length, side = self.shapes[0][3], self._side
         if not self.settings.how.kernel:
             return 1.0  # masked scores are computed too
@@ -172,7 +179,7 @@ class RingCall:
 
     @property
     def steps(self) -> int:
-        """Grid steps of the kernel on one device; gradients have two kernels."""
+        """Grid steps of the kernel if one device computes the whole call; 0 without it. Gradients have two kernels."""
         if not self.settings.how.kernel:
             return 0
         query, side = self.shapes[0], self._side
@@ -180,7 +187,10 @@ class RingCall:
         return math.prod(query[:3]) * each * (1 + self.back)
 
     def on_shards(self, mesh: Any, into: Sequence[Any], out: Sequence[Any]) -> tuple[Any, Sequence[Any], Sequence[Any]]:
-        """Return the function that computes the call on shards with these specs, and the specs."""
+        """Return the function that computes the call on shards with these specs, and the specs, unchanged.
+
+        The ring runs over the axes that split the sequence of the queries.
+        """
         axes = _axes_of(into[0], S)
         ring = _Ring(axes, math.prod(mesh.shape[axis] for axis in axes))
         return (
@@ -194,6 +204,7 @@ class RingCalls:
     """Callbacks for `custom_partitioning`; autoshard itself uses `of`."""
 
     def __init__(self, settings: _Settings, back: bool) -> None:
+        """Store the call's settings; `back` is True for the backward call."""
         self.settings, self.back = settings, back
 
     def of(self, operands: Sequence[Any]) -> RingCall:
@@ -202,7 +213,10 @@ class RingCalls:
         return RingCall(self.settings, self.back, tuple(tuple(each.shape) for each in operands), dtype)
 
     def __call__(self, mesh: Any, operands: Any, results: Any) -> tuple[Any, Callable[..., Any], Any, Any]:
-        """Return the call on shards for XLA's own split of the queries."""
+        """Return mesh, function on shards, and shardings of results and operands, for XLA's own split of the queries.
+
+        Keys and values follow the queries, and backward the query heads of a group stay together.
+        """
         import jax
         from jax.sharding import NamedSharding, PartitionSpec
 
@@ -216,7 +230,7 @@ class RingCalls:
         return mesh, fn, jax.tree.unflatten(jax.tree.structure(results), sides[1]), tuple(sides[0])
 
     def mlir_rule(self, mesh: Any, operands: Any, results: Any) -> Any:
-        """Return the rule in the form of JAX's own partitioning."""
+        """Return the rule in the form of JAX's own partitioning, and the factors that need replication."""
         names = ("b", "k", "g", "s", "d", "e")
         texts = [", ".join(" ".join(names[f] for f in dims) for dims in side) for side in _SIDES[self.back]]
         return " -> ".join(texts), {"need_replication_factors": ("g", "d", "e") if self.back else ("d", "e")}
@@ -248,7 +262,7 @@ class _Ring(NamedTuple):
         return self.moved([(i, (i + 1) % self.count) for i in range(self.count)], *values)
 
     def moved(self, pairs: Sequence[tuple[int, int]], *values: Any) -> tuple[Any, ...]:
-        """Send values between pairs of devices (from, to)."""
+        """Send values between pairs of devices (from, to), and return those that arrive."""
         import jax
 
         return tuple(jax.lax.ppermute(value, self.axes, pairs) for value in values)
@@ -283,9 +297,9 @@ class _Ring(NamedTuple):
 
 
 def _ring_forward(query: Any, key: Any, value: Any, *, settings: _Settings, ring: _Ring) -> tuple[Any, Any]:
-    """Compute attention on one device of the ring.
+    """Compute attention on one device of the ring, whose shards are consecutive parts of the sequence.
 
-    Returns the result in the dtype of values, and the logarithms of the sums.
+    Returns the result in the dtype of values, and the logarithms of the sums in fp32.
     """
     import jax
 
@@ -330,12 +344,12 @@ def _halves(value: Any, dim: int) -> Any:
 
 
 def _over_low(how: How, query: Any, keys: Any, values: Any, out: Any, total: Any) -> tuple[Any, Any]:
-    """Add the keys of an earlier device, of which all queries see the lower half."""
+    """Add the keys of an earlier device, of which all queries see the lower half; return result and sums."""
     return added(out, total, *piece(query, _halves(keys, 2)[0], _halves(values, 2)[0], False, how))
 
 
 def _of_high(how: How, query: Any, keys: Any, values: Any, out: Any, total: Any) -> tuple[Any, Any]:
-    """Add the keys of a later device, all of which the upper half of the queries sees."""
+    """Add the keys of a later device, all of which the upper half of the queries sees; return result and sums."""
     import jax.numpy as jnp
 
     (low, high), (low_total, high_total) = _halves(out, 3), _halves(total, 3)
@@ -346,7 +360,7 @@ def _of_high(how: How, query: Any, keys: Any, values: Any, out: Any, total: Any)
 def _ring_backward(
     query: Any, key: Any, value: Any, out: Any, total: Any, gradient: Any, *, settings: _Settings, ring: _Ring
 ) -> tuple[Any, Any, Any]:
-    """Compute the gradients of queries, keys and values on one device of the ring.
+    """Compute the gradients of queries, keys and values on one device of the ring, in their dtypes.
 
     The gradients of keys and values travel around the ring with them, in fp32, until they are back on their own device.
     """

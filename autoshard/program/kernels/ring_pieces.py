@@ -26,7 +26,10 @@ class How(NamedTuple):
 
 
 def ring_side(*lengths: int) -> int:
-    """Return the queries, and keys, of a block of the kernel's scores."""
+    """Return the queries, and keys, of a block of the kernel's scores: the largest of `SIDES` that divides all lengths.
+
+    If none does, it is `LANES`.
+    """
     divisor = math.gcd(*lengths)
     return next((side for side in SIDES if divisor % side == 0), LANES)
 
@@ -34,7 +37,7 @@ def ring_side(*lengths: int) -> int:
 def piece(query: Any, key: Any, value: Any, causal: bool, how: How) -> tuple[Any, Any]:
     """Compute attention over some keys; return [B, K, G, S, E] and the logarithms of sums [B, K, G, S], both in fp32.
 
-    - `query`: [B, K, G, S, D].
+    - `query`: [B, K, G, S, D], already scaled.
     - `key`, `value`: [B, K, T, D] and [B, K, T, E].
     - `causal`: query s sees keys up to s; S equals T.
     - `how`: with or without jax's kernel.
@@ -59,7 +62,10 @@ def piece_back(
 
 
 def added(out: Any, total: Any, other: Any, others: Any) -> tuple[Any, Any]:
-    """Combine two pieces of the same queries."""
+    """Combine two pieces of the same queries: results `out` and `other`, logarithms of sums `total` and `others`.
+
+    Return the result and the logarithms over the keys of both.
+    """
     import jax.numpy as jnp
 
     both = jnp.logaddexp(total, others)
@@ -96,7 +102,7 @@ def _block_size(length: int) -> int:
 
 
 def _plain_piece(query: Any, key: Any, value: Any, causal: bool) -> tuple[Any, Any]:
-    """Compute a piece in plain JAX, by a scan over blocks of keys with running maxima and sums."""
+    """Compute `piece` in plain JAX, by a scan over blocks of keys with running maxima and sums."""
     import jax
     import jax.numpy as jnp
 
@@ -127,7 +133,7 @@ def _plain_piece(query: Any, key: Any, value: Any, causal: bool) -> tuple[Any, A
 def _plain_back(
     query: Any, key: Any, value: Any, out: Any, total: Any, gradient: Any, causal: bool
 ) -> tuple[Any, Any, Any]:
-    """Compute the gradients of a piece in plain JAX, by a scan over blocks of keys."""
+    """Compute `piece_back` in plain JAX, by a scan over blocks of keys."""
     import jax
     import jax.numpy as jnp
 
@@ -158,7 +164,10 @@ def _plain_back(
 
 @functools.cache
 def _kernel(heads: int, length: int, keys: int, causal: bool, saving: bool, interpret: bool) -> Any:
-    """Return jax's kernel for the heads of one group; with `saving` it also returns the sums."""
+    """Return jax's kernel for the `heads` query heads of one group; with `saving` it also returns the sums.
+
+    `length` and `keys` are numbers of queries and keys. With `interpret` the kernel is interpreted.
+    """
     import jax
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -177,7 +186,7 @@ def _kernel(heads: int, length: int, keys: int, causal: bool, saving: bool, inte
 
 
 def _kernel_piece(query: Any, key: Any, value: Any, causal: bool) -> tuple[Any, Any]:
-    """Compute a piece by jax's kernel."""
+    """Compute `piece` by jax's kernel."""
     import jax
     import jax.numpy as jnp
 
@@ -190,7 +199,7 @@ def _kernel_piece(query: Any, key: Any, value: Any, causal: bool) -> tuple[Any, 
 def _kernel_back(
     query: Any, key: Any, value: Any, out: Any, total: Any, gradient: Any, causal: bool
 ) -> tuple[Any, Any, Any]:
-    """Compute the gradients of a piece by jax's kernel."""
+    """Compute `piece_back` by jax's kernel."""
     import jax
     import jax.numpy as jnp
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel

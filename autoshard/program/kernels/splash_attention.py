@@ -57,6 +57,7 @@ class _Chosen:
 
     kernel: str
     notes: list[str]
+    """Receives notes on attentions that do not use the kernel or the ring."""
     exchange: str
 
 
@@ -64,7 +65,7 @@ _chosen: contextvars.ContextVar[_Chosen | None] = contextvars.ContextVar("attent
 
 
 def check_kernel(kernel: str) -> str:
-    """Return the kernel's name.
+    """Return the kernel's name, one of `KERNELS` or `GPU_AUTO`, unchanged.
 
     Raises `UserError` for an unknown name.
     """
@@ -75,7 +76,7 @@ def check_kernel(kernel: str) -> str:
 
 @contextlib.contextmanager
 def attention_kernel(kernel: str, notes: list[str], exchange: str = "auto") -> Iterator[None]:
-    """Set the kernel of `KERNELS` that computes attention while inside.
+    """Set the kernel, of `KERNELS` or `GPU_AUTO`, that computes attention while inside.
 
     `notes` receives the attentions for which `auto` uses no kernel. With the `exchange` `ring`, keys and values go
     around a ring of devices, and `notes` receives the attentions for which this is impossible.
@@ -88,12 +89,13 @@ def attention_kernel(kernel: str, notes: list[str], exchange: str = "auto") -> I
 
 
 def uses_splash(refused: str, idle: str) -> bool:
-    """Return True if the splash kernel computes an attention.
+    """Return True if the splash kernel computes an attention: named, or with `auto` possible and a gain.
 
     - `refused`: reason why the kernel is impossible, or empty.
-    - `idle`: reason why the kernel would gain nothing, or empty.
+    - `idle`: reason why the kernel would gain nothing, or empty; it counts for `auto` only, which notes either reason.
 
-    Raises `UserError` if the user named a kernel that is impossible.
+    Outside of `attention_kernel` it is False. Raises `UserError` if the user named a kernel that is impossible,
+    `cached` included.
     """
     chosen = _chosen.get()
     if chosen is None or chosen.kernel in ("plain", "cudnn", GPU_AUTO):
@@ -112,8 +114,9 @@ def uses_cached(refused: str, idle: str) -> bool | None:
     """Return True if the cached kernel computes an attention over a cache; None if the user named another kernel.
 
     - `refused`: reason why the kernel is impossible, or empty.
-    - `idle`: reason why the kernel would gain nothing, or empty.
+    - `idle`: reason why the kernel would gain nothing, or empty; it counts for `auto` only.
 
+    Outside of `attention_kernel` it is None. It is False if `auto` finds either reason, which becomes a note.
     Raises `UserError` if the user named the kernel and it is impossible.
     """
     chosen = _chosen.get()
@@ -130,7 +133,7 @@ def uses_cached(refused: str, idle: str) -> bool | None:
 def uses_cudnn(refused: str) -> bool:
     """Return True if cuDNN computes an attention; `refused` is the reason why it is impossible, or empty.
 
-    Raises `UserError` if the user named the kernel and it is impossible.
+    Raises `UserError` if the user named the kernel and it is impossible; with `GPU_AUTO` the reason becomes a note.
     """
     chosen = _chosen.get()
     if chosen is None or chosen.kernel not in ("cudnn", GPU_AUTO):
@@ -143,7 +146,10 @@ def uses_cudnn(refused: str) -> bool:
 
 
 def uses_ring(refused: str) -> bool:
-    """Return True if keys and values go around a ring; `refused` is the reason why this is impossible, or empty."""
+    """Return True if keys and values go around a ring; `refused` is the reason why this is impossible, or empty.
+
+    A ring must be requested by `attention_kernel`; if it is impossible, a note gives the reason.
+    """
     chosen = _chosen.get()
     if chosen is None or chosen.exchange != "ring":
         return False
@@ -153,7 +159,7 @@ def uses_ring(refused: str) -> bool:
 
 
 def prefers_splash() -> bool:
-    """Return True if the splash kernel is requested wherever it is possible."""
+    """Return True if the splash kernel is requested wherever it is possible (`splash` or `auto`)."""
     chosen = _chosen.get()
     return chosen is not None and chosen.kernel in ("splash", "auto")
 
@@ -184,7 +190,11 @@ def refusal(
 
 
 def mask_refusal(*, bias: bool, padding: bool, position: bool) -> str:
-    """Return the reason why a model's own masks exclude kernels; empty if they do not."""
+    """Return the first reason why a model's own masks exclude kernels; empty if they do not.
+
+    - `bias`, `padding`: True for a bias or mask of the scores, and for a mask of padded keys.
+    - `position`: True if queries follow a cache of keys.
+    """
     if position:
         return "its queries come after a cache of keys, which the kernel has no mask for"
     if bias:
@@ -196,6 +206,8 @@ def mask_refusal(*, bias: bool, padding: bool, position: bool) -> str:
 
 def no_gain(length: int, keys: int, causal: bool, window: int | None, size: int) -> str:
     """Return the reason why sequences padded to the kernel's blocks take longer than scores in memory; empty if not.
+
+    It is empty for lengths that are multiples of `LANES`.
 
     - `length`, `keys`: numbers of queries and keys.
     - `causal`, `window`: masks of the scores.
@@ -210,7 +222,7 @@ def no_gain(length: int, keys: int, causal: bool, window: int | None, size: int)
 
 
 def block_of(length: int, keys: int, causal: bool, window: int | None, size: int) -> int:
-    """Return the queries, and keys, of the fastest block.
+    """Return the queries, and keys, of the fastest block, the largest of equal ones.
 
     Large blocks need fewer steps, small ones compute fewer masked scores. Sequences that a block does not divide are
     padded.
@@ -219,7 +231,7 @@ def block_of(length: int, keys: int, causal: bool, window: int | None, size: int
 
 
 def _work(length: int, keys: int, causal: bool, window: int | None, size: int, block: int) -> float:
-    """Return the time of the forward kernel of one head with such a block, as FLOPs of a TPU core."""
+    """Return the time of the forward kernel of one head with square blocks of `block`, as FLOPs of a TPU core."""
     rows, columns = padded(length, block), padded(keys, block)
     sides = (block, block)
     share = computed_share(rows, columns, causal, window, sides)
@@ -264,12 +276,13 @@ def splash_attention(
 
     - `query`: [B, K, G, S, D]; each of the K key-value heads serves G query heads.
     - `key`, `value`: [B, K, T, D] and [B, K, T, E].
-    - `causal`, `window`, `softcap`: masks and bound of the scores.
+    - `causal`, `window`, `softcap`: masks and bound of the scores. Causal queries see the last `window` keys, others
+      the keys less than `window` away. The last query is at the last key.
     - `scale`: factor of the scores; None for D ** -0.5.
     - `blocks`: blocks of the kernels, by default those of `blocks_of`; sequences are padded to a multiple of all.
 
     The kernel covers the heads of a group and is mapped over batch and key-value heads, so that all three can be split.
-    It runs on TPUs and compiles for them. If JAX has started without a TPU, the kernel is interpreted.
+    It runs on TPUs and compiles for them. It is interpreted unless JAX has started with a TPU (`interpreted`).
     """
     import jax
     import jax.numpy as jnp
@@ -332,7 +345,7 @@ def _lengthened(tensor: Any, length: int) -> Any:
 
 
 def interpreted() -> bool:
-    """Return True if kernels are interpreted, which is so without a TPU.
+    """Return True if kernels are interpreted, which is so without a TPU, and as long as JAX has no backend.
 
     Programs that are compiled for TPUs contain the kernel in either case.
     """
@@ -346,7 +359,7 @@ def interpreted() -> bool:
 
 
 def kernels_as_they_are() -> tuple[Any, Any]:
-    """Return Pallas' primitive, and a lowering of it that emits real kernels for interpreted ones too."""
+    """Return Pallas' primitive, and a lowering of it that emits real kernels for those with `interpret=True` too."""
     pallas = importlib.import_module("jax._src.pallas.pallas_call")
 
     def lower(ctx: Any, *values: Any, **params: Any) -> Any:

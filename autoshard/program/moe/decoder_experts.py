@@ -52,16 +52,18 @@ class Routing(NamedTuple):
     """The dispatch of tokens to experts."""
 
     kind: str
+    """`dropless`, `kernels`, `capacity`, or a form of `parse_experts` with groups, such as `sorted:8`."""
     factor: float = 1.0
     """Slots of an expert relative to the mean number of its tokens, for `capacity`."""
     kernels: GroupedKernels = GroupedKernels()
-    """Tiles and order of the kernels, for `kernels`."""
+    """Tiles of the kernels and the devices that they run on, for `kernels`."""
 
 
 def routed(dims: ExpertDims, x: Any, weights: Mapping[str, Any], routing: Routing) -> Any:
-    """Return the experts' results for tokens `x` [B, S, D].
+    """Return the weighted sums of the experts' results for tokens `x` [B, S, D], plus those of the shared experts.
 
-    The weights of a token's experts are its largest softmax weights (f32), rescaled to sum to 1.
+    The weights of a token's experts are its largest softmax weights (f32), rescaled to sum to 1. Model FLOPs are
+    recorded.
     """
     import jax
     import jax.numpy as jnp
@@ -87,7 +89,9 @@ def routed(dims: ExpertDims, x: Any, weights: Mapping[str, Any], routing: Routin
 
 
 def _sorted(dims: ExpertDims, x: Any, share: Any, chosen: Any, weights: Mapping[str, Any], routing: Routing) -> Any:
-    """Return the results of all experts of every token: rows [B S K, D] sorted by expert, a grouped matmul, and back.
+    """Return the weighted sums [B, S, D] of every token's experts by rows [B S K, D] that are sorted by expert.
+
+    Grouped matmuls multiply the rows, which are then sorted back. None is dropped.
 
     - `x`: tokens [B, S, D].
     - `share`, `chosen`: weights and indices of each token's experts [B, S, K].
@@ -119,8 +123,9 @@ def _in_kernels(dims: ExpertDims, x: Any, share: Any, chosen: Any, weights: Mapp
     """Return the results by MaxText's sparse matmuls; the arguments are those of `_sorted`.
 
     Every token is repeated for each of its experts, the rows are sorted by expert, and three kernels multiply them. The
-    rows are then sorted back and summed with their weights in f32. Experts have equal numbers of rows. Every step
-    materialises rows again, in both directions: the gradient of a permutation of rows is its inverse.
+    rows are then sorted back and summed with their weights in f32. Each expert is assumed to have the mean number of
+    rows, rounded up, so that the results are those of no real routing. Every step materialises rows again, in both
+    directions: the gradient of a permutation of rows is its inverse.
     """
     import jax.numpy as jnp
     from jax.ad_checkpoint import checkpoint_name
@@ -147,7 +152,7 @@ def _in_kernels(dims: ExpertDims, x: Any, share: Any, chosen: Any, weights: Mapp
 
 
 def _reordered(rows: Any, places: Any, opposite: Any) -> Any:
-    """Return `rows` [B, N, D] at `places` [B, M]; its gradient is that at the `opposite` places [B, N]."""
+    """Return `rows` [B, N, D] at `places` [B, M]; its gradient is the result's one at the `opposite` places [B, N]."""
     import jax
     import jax.numpy as jnp
 
@@ -165,7 +170,8 @@ def _reordered(rows: Any, places: Any, opposite: Any) -> Any:
 def _slotted(dims: ExpertDims, x: Any, share: Any, chosen: Any, weights: Mapping[str, Any], routing: Routing) -> Any:
     """Return the results with slots [E, C] in every sequence for the first tokens of each expert; others are dropped.
 
-    The arguments are those of `_sorted`.
+    The arguments are those of `_sorted`. There are `routing.factor` times the mean number of slots, rounded up, at
+    least 1 and at most S.
     """
     import jax.numpy as jnp
     from jax.ad_checkpoint import checkpoint_name
@@ -211,13 +217,14 @@ def _by_groups(dims: ExpertDims, x: Any, share: Any, chosen: Any, weights: Mappi
 
 
 def _activated(gate: Any | None, up: Any) -> Any:
+    """Return `silu(gate) * up`, or `gelu(up)` if there is no gate."""
     import jax
 
     return jax.nn.gelu(up) if gate is None else jax.nn.silu(gate) * up
 
 
 def product(equation: str, left: Any, weight: Any) -> Any:
-    """Return an einsum with a parameter, in the dtype of its other operand, and count it as a matmul."""
+    """Return an einsum with a parameter `weight`, cast to the dtype of `left`, and record its model FLOPs."""
     import jax.numpy as jnp
 
     inputs, out = equation.split("->")

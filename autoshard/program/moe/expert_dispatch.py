@@ -20,13 +20,16 @@ class Dispatch(NamedTuple):
     from_groups: Callable[[Any], Any]
     """Function from rows [B, G, R, D] to results of each token's experts [B, S, K, D]; dropped ones are zeros."""
     sizes: Callable[[], Any]
-    """Function that returns the rows of each expert [B, G, E / G] (int32); a group's experts are contiguous."""
+    """Function that returns the rows of each expert [B, G, E / G] (int32), without dropped ones.
+
+    A group's experts are contiguous.
+    """
 
     def by_group(self, real: int | None, busiest: float = 1.0) -> "ByGroup":
         """Return the dispatch with groups before sequences, so that a mesh exchanges the one for the other.
 
-        `real` is the number of real rows; only these are sent, up to `busiest` times their mean to a device. None: all
-        rows are sent.
+        `real` is the expected number of real rows of all sequences; only real ones are sent. None: all rows are sent.
+        `busiest` is the load of the busiest device over the mean, for the price of sending real rows.
         """
         sizes = self.sizes()
         if real is None:
@@ -65,8 +68,9 @@ def rows_for_all(length: int, active: int, experts: int, groups: int) -> int:
 
 
 def rows_of(length: int, active: int, experts: int, groups: int, factor: float | None) -> int:
-    """Return the rows of a group in a sequence: `factor` times the mean number, and never more than `rows_for_all`.
+    """Return the rows of a group in a sequence: `factor` times the mean number, rounded up, at least 1.
 
+    The result is never more than `rows_for_all`.
     `factor` None stands for `rows_for_all`; the other arguments are those of `rows_for_all`.
     """
     most = rows_for_all(length, active, experts, groups)
@@ -76,7 +80,8 @@ def rows_of(length: int, active: int, experts: int, groups: int, factor: float |
 def dispatch(chosen: Any, experts: int, groups: int, rows: int) -> Dispatch:
     """Return the dispatch by `chosen` [B, S, K], the experts of each token, with `rows` rows for each group.
 
-    The first tokens of a group get its rows (lower experts first); tokens beyond are dropped.
+    The first tokens of a group get its rows (lower experts first, then earlier tokens); tokens beyond are dropped.
+    `groups` must divide `experts`. One group has no more than S K rows.
     """
     import jax
     import jax.numpy as jnp
@@ -111,7 +116,7 @@ def dispatch(chosen: Any, experts: int, groups: int, rows: int) -> Dispatch:
 
 
 class _Places(NamedTuple):
-    """For each row [B, N], its position in another order, and whether the row is real (None: all are)."""
+    """The position of each row [B, N] in another order, and a mask of the real rows (None: all are)."""
 
     of: Any
     real: Any

@@ -40,7 +40,7 @@ class ExpertForm:
     """A form of dispatch of tokens to experts."""
 
     kind: str = "slots"
-    """`slots` or `sorted`."""
+    """`slots` or `sorted`; ragged forms are `sorted` too."""
     groups: int = 1
     """Number of groups of experts that tokens are sorted into; groups can lie on different devices."""
     ragged: bool = False
@@ -56,12 +56,15 @@ class ExpertForm:
 
     @property
     def limited(self) -> bool:
-        """True if the form has a capacity factor."""
+        """True if the form may drop tokens, and so takes a capacity factor: several sorted groups, or limited slots."""
         return self.groups > 1 if self.kind == "sorted" else not self.all_slots
 
 
 def parse_experts(text: str) -> ExpertForm:
-    """Parse `slots`, `slots:all`, `sorted`, `sorted:8` or `ragged:8`. Raises `UserError` for any other text."""
+    """Parse `slots`, `slots:all`, `sorted`, `sorted:8` or `ragged:8` (two groups or more).
+
+    Raises `UserError` for any other text, `auto` included.
+    """
     kind, _, more = text.partition(":")
     if kind == "slots" and more in ("", "all"):
         return ExpertForm(all_slots=more == "all")
@@ -81,8 +84,8 @@ def check_experts(given: Mapping[str, Any], module: Any, label: str) -> ExpertFo
     - `given`: options of a step, with `experts`, `capacity_factor` and `imbalance`.
     - `module`: the torch module, named `label` in errors.
 
-    Raises `UserError` for an unknown form, for a capacity factor or imbalance that the form does not take, and for a
-    torch module without experts.
+    Raises `UserError` for an unknown form, and for a capacity factor or imbalance that the form does not take. An
+    imbalance below 1 raises it too, and so does any of these options if the module has no experts.
     """
     text, factor, imbalance = (given.get(name) for name in ("experts", "capacity_factor", "imbalance"))
     for flag, value in (("--experts", text), ("--capacity-factor", factor), ("--imbalance", imbalance)):
@@ -113,9 +116,13 @@ class _Dispatching:
 
     form: ExpertForm
     factor: float | None
+    """Capacity factor; None for the form's default."""
     notes: list[str] | None
+    """Receives sentences about the dispatch."""
     imbalance: float = 1.0
+    """Tokens of the busiest device of experts relative to the mean."""
     length: int | None = None
+    """Tokens of a sequence, if they are known."""
 
 
 _how: contextvars.ContextVar[_Dispatching | None] = contextvars.ContextVar("experts", default=None)
@@ -131,7 +138,7 @@ def capacity(
 ) -> Iterator[None]:
     """Dispatch tokens by `form` (by default slots) while inside, and describe the dispatch in `notes`.
 
-    - `factor`: capacity factor; None for the form's default.
+    - `factor`: capacity factor; None for the form's default: `CAPACITY_FACTOR` for slots, room for all if sorted.
     - `imbalance`: tokens of the busiest device of experts relative to the mean.
     - `length`: tokens of a sequence, for experts that receive the tokens of all sequences in one dim.
     """
@@ -148,9 +155,11 @@ def group_size(length: int) -> int:
 
 
 def choose(scores: Any, count: int) -> list[Any]:
-    """Return one-hot masks [..., E] of the `count` largest scores, largest first; the lower index wins a tie.
+    """Return `count` one-hot boolean masks [..., E] of the largest scores, largest first; the lower index wins a tie.
 
-    They are computed by reductions and comparisons, which can be split over every dim, unlike a sort.
+    They have no gradient.
+
+    Reductions and comparisons compute them, which can be split over every dim, unlike a sort.
     """
     import jax
     import jax.numpy as jnp
@@ -237,8 +246,8 @@ class GatedExperts:
 def mix(x: Any, weights: Any, mask: Any, gate_up: Any, down: Any, activation: Callable[[Any], Any], active: int) -> Any:
     """Return `sum_e weights[..., e] * expert_e(x)` over the gated experts that `mask` selects.
 
-    - `x`: tokens [B, S, D].
-    - `weights`, `mask`: [B, S, E].
+    - `x`: tokens [B, S, D], and the result too.
+    - `weights`, `mask`: [B, S, E]; weights must be zero outside of the mask.
     - `gate_up`: [E, 2 I, D].
     - `down`: [E, D, I].
     - `active`: number of experts of a token.
@@ -247,7 +256,10 @@ def mix(x: Any, weights: Any, mask: Any, gate_up: Any, down: Any, activation: Ca
 
 
 def mix_experts(x: Any, weights: Any, mask: Any, experts: Experts, active: int) -> Any:
-    """Return `sum_e weights[..., e] * expert_e(x)` over the `experts` that `mask` selects, with the shapes of `mix`."""
+    """Return `sum_e weights[..., e] * expert_e(x)` over the `experts` that `mask` selects, with the shapes of `mix`.
+
+    The dispatch is that of `capacity`, by default slots. Sequences of one token are dispatched together.
+    """
     import jax.numpy as jnp
 
     one = x.shape[1] == 1
@@ -259,7 +271,7 @@ def mix_experts(x: Any, weights: Any, mask: Any, experts: Experts, active: int) 
 
 
 def sequence_length() -> int | None:
-    """Return the number of tokens of a sequence, if it is known."""
+    """Return the number of tokens of a sequence as set by `capacity`; None if it is unknown."""
     how = _how.get()
     return None if how is None else how.length
 
@@ -272,7 +284,9 @@ def _tell(text: str) -> None:
 
 
 def _sorted(x: Any, weights: Any, mask: Any, layers: Experts, active: int, one: bool) -> Any:
-    """Compute `mix` for the tokens [B, S, D] of each sequence, sorted by expert.
+    """Compute `mix` for the tokens [B, S, D] of each sequence, sorted by expert, inside of `capacity`.
+
+    Raises `UserError` if the groups do not divide the experts. Model FLOPs are recorded.
 
     - `weights`, `mask`: [B, S, E].
     - `layers`: the experts.
@@ -323,7 +337,10 @@ def _sorted(x: Any, weights: Any, mask: Any, layers: Experts, active: int, one: 
 
 
 def _bias_of_rows(bias: Any, sizes: Any, rows: int) -> Any:
-    """Return biases [E, F] for rows grouped by expert, `sizes` [G, P, E / G] of each: [G, P, R, F]."""
+    """Return biases [E, F] for rows grouped by expert, `sizes` [G, P, E / G] of each: [G, P, R, F].
+
+    Rows beyond the sizes have zeros.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -335,7 +352,10 @@ def _bias_of_rows(bias: Any, sizes: Any, rows: int) -> Any:
 
 
 def _slotted(x: Any, weights: Any, mask: Any, layers: Experts, active: int, one: bool) -> Any:
-    """Compute `mix` by slots, for tokens along the second dim; the arguments are those of `_sorted`."""
+    """Compute `mix` by slots, for tokens along the second dim; the arguments are those of `_sorted`.
+
+    The first tokens of an expert in each group of tokens get its slots; others are dropped.
+    """
     import jax
     import jax.numpy as jnp
 

@@ -22,6 +22,7 @@ class OtherExperts:
     biases: tuple[Any, Any] | None = None
     """Biases of the two matmuls: [E, F] and [E, D]."""
     after: Callable[[Any], Any] | None = None
+    """Function of the second matmul's result; None for none."""
 
     @property
     def count(self) -> int:
@@ -42,16 +43,20 @@ class OtherExperts:
 
 
 def experts_forward(module: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
-    """Compute a block of experts for transformers: tokens [T, D], indices and weights [T, K]; returns [T, D]."""
+    """Compute a block of experts for transformers: tokens [T, D], indices and weights [T, K]; return [T, D].
+
+    All are torch tensors of torchax.
+    """
     env = environment()
     x, index, share = (env.t2j_iso(each) for each in (hidden_states, top_k_index, top_k_weights))
     return env.j2t_iso(dispatched(x, index, share, layers_of(module)))
 
 
 def dispatched(x: Any, index: Any, share: Any, layers: Experts) -> Any:
-    """Return the results [T, D] of the chosen experts for tokens [T, D], with indices and weights [T, K].
+    """Return the weighted sums [T, D] of the chosen experts for tokens [T, D], with indices and weights [T, K].
 
-    An index beyond the number of experts adds nothing.
+    An index beyond the number of experts adds nothing. Tokens are grouped by sequence if `sequence_length` is known and
+    divides T; otherwise they are one sequence.
     """
     import jax
     import jax.numpy as jnp
@@ -68,7 +73,10 @@ def dispatched(x: Any, index: Any, share: Any, layers: Experts) -> Any:
 
 
 def layers_of(module: Any) -> Experts:
-    """Return the experts of a block of transformers, from the layout that `use_experts_implementation` declares."""
+    """Return the experts of a block of transformers, from the layout that `use_experts_implementation` declares.
+
+    They are `GatedExperts` for the usual gate without a norm after the experts, else `OtherExperts`.
+    """
     from transformers.integrations import moe
 
     env = environment()
@@ -152,7 +160,11 @@ def jetmoe_mlp(self: Any, layer_input: Any) -> Any:
 
 
 def jetmoe_queries(self: Any, layer_input: Any) -> tuple[Any, Any, Any]:
-    """Replace `JetMoeMoA.map`: return the queries [B, S, K, H] of the chosen experts for tokens [B, S, D]."""
+    """Replace `JetMoeMoA.map`: return the queries [B, S, K, H] of the chosen experts for tokens [B, S, D].
+
+    The second result is None, and the third is the one-hot choice [B, S, K, E] with its weights [B, S, K]. All experts
+    are computed for every token.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -166,7 +178,10 @@ def jetmoe_queries(self: Any, layer_input: Any) -> tuple[Any, Any, Any]:
 
 
 def jetmoe_outputs(self: Any, layer_input: Any, topo_info: Any) -> Any:
-    """Replace `JetMoeMoA.reduce`: return the sum of the chosen experts' projections of their results [B, S, K, H]."""
+    """Replace `JetMoeMoA.reduce`: return the sum of the chosen experts' projections of their results [B, S, K, H].
+
+    `topo_info` is the third result of `jetmoe_queries`.
+    """
     import jax.numpy as jnp
 
     env = environment()
@@ -177,7 +192,10 @@ def jetmoe_outputs(self: Any, layer_input: Any, topo_info: Any) -> Any:
 
 
 def _jetmoe_choice(self: Any, x: Any) -> tuple[Any, Any]:
-    """Return the indices of the chosen experts and their weights [B S, K] for tokens [B, S, D]."""
+    """Return the indices of the chosen experts and their weights [B S, K] for tokens [B, S, D].
+
+    The weights are the softmax of the chosen logits in fp32.
+    """
     import jax
     import jax.numpy as jnp
 

@@ -8,7 +8,10 @@ from autoshard.program.torch_ops.torchax_environment import environment
 
 
 def softmax_router(logits: Any, count: int) -> tuple[Any, Any]:
-    """Return (weights, mask) [..., E] of Mixtral's router: the `count` largest softmax weights, summing to 1."""
+    """Return (weights, mask) [..., E] of Mixtral's router: the `count` largest softmax weights, summing to 1.
+
+    Weights are in fp32, and zero outside of the mask.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -22,6 +25,8 @@ def group_limited_router(
     logits: Any, bias: Any, count: int, groups: int, best_groups: int, normalise: bool, scale: float
 ) -> tuple[Any, Any]:
     """Return (weights, mask) of DeepSeek-V3's router: first the best groups of experts, then the best experts in them.
+
+    A group is ranked by the sum of its two largest scores. Weights are zero outside of the mask.
 
     - `logits`: [..., E]; their sigmoids are the scores.
     - `bias`: [E], added to the scores for the choice only.
@@ -42,7 +47,7 @@ def group_limited_router(
     mask = _any(choose(jnp.where(allowed, ranking, -jnp.inf), count))
     selected = jnp.where(mask, scores, 0.0)
     if normalise:
-        selected = selected / (selected.sum(-1, keepdims=True) + 1e-20)
+        selected = selected / (selected.sum(-1, keepdims=True) + 1e-20)  # as in DeepseekV3
     return selected * scale, mask
 
 
@@ -55,7 +60,7 @@ def _any(masks: list[Any]) -> Any:
 
 
 def mixtral_block(self: Any, hidden_states: Any) -> Any:
-    """Replace `MixtralSparseMoeBlock.forward`."""
+    """Replace `MixtralSparseMoeBlock.forward`: tokens [B, S, D] in and out."""
     env = environment()
     logits = hidden_states @ self.gate.weight.T
 
@@ -67,7 +72,7 @@ def mixtral_block(self: Any, hidden_states: Any) -> Any:
 
 
 def deepseek_block(self: Any, hidden_states: Any) -> Any:
-    """Replace `DeepseekV3MoE.forward`."""
+    """Replace `DeepseekV3MoE.forward`: tokens [B, S, D] in and out, shared experts included."""
     env, gate = environment(), self.gate
     logits = hidden_states.float() @ gate.weight.float().T
 

@@ -41,10 +41,12 @@ class EagerTwin:
     step: Callable[..., Any]
     """`step(params, batch[, buffers])` in JAX returns a result or `(loss, gradients)`, and the updated buffers."""
     eager: EagerCall
+    """The side of eager torch."""
     make_batch: Callable[[int], Mapping[str, Any]]
     """Function from a seed to plausible inputs as host arrays."""
     training: bool
     microbatches: int = 1
+    """Number of microbatches, each of which has every n-th row of the batch."""
     groups: int = 1
     """Parts of each microbatch; each part has a loss, and the mean of these losses is minimised."""
     flops: float = 0.0
@@ -65,8 +67,9 @@ class EagerTwin:
     def judged(self, parameters: int, flops: float) -> "EagerTwin":
         """Return the twin to compare: the reduced form if there is one, else this twin with a description of its form.
 
-        The limits on parameters and FLOPs are for a twin without a reduced form; a reduced form is limited in
-        parameters only. Raises `UserError` if a limit is exceeded.
+        The limits on parameters and FLOPs of a step are for a twin without a reduced form; a reduced form is limited in
+        parameters only. Raises `UserError` if a limit is exceeded. The description names float32, plain attention and
+        room for all tokens, as far as the comparison changes these; it is empty if none.
         """
         if self.eager.reduce is not None:
             return self.eager.reduce(parameters)
@@ -84,7 +87,9 @@ class EagerTwin:
         return dataclasses.replace(self, form=", ".join(forms))
 
     def host_module(self, seed: int) -> Any:
-        """Return the module with weights on the host: the user's own, or a copy with small random weights.
+        """Return the module with weights on the host: one built by `rebuild`, the user's own, or a copy.
+
+        The user's own is returned if all its tensors are on the host. A copy has small random weights of the seed.
 
         Raises `UserError` for a module whose computed buffers have no values, and for one that cannot be copied.
         """
@@ -126,9 +131,10 @@ class EagerTwin:
             yield {key: real[key] for key in batch}
 
     def run(self, module: Any, batch: Mapping[str, Any], double: bool = False) -> _Results:
-        """Run `module` in eager torch; a parameter without a gradient has a gradient of zeros.
+        """Run `module` in eager torch and restore it; a parameter without a gradient has a gradient of zeros.
 
-        Floats below 32 bits are widened to 32, and with `double` all floats to 64.
+        In training the result is the mean loss of all parts in float64; otherwise there are no gradients. Floats below
+        32 bits are widened to 32, and with `double` all floats to 64.
 
         Raises `UserError` if the module does not run.
         """
@@ -155,7 +161,7 @@ class EagerTwin:
             return _arrays(mean), {name: host_array(value) for name, value in gradients.items()}, _buffers_of(module)
 
     def _call(self, module: Any, batch: Mapping[str, Any], named: Mapping[str, Any] | None = None) -> Any:
-        """Return the module's result, or the loss and the gradients of `named`.
+        """Return the module's result, or the loss and the gradients of `named`, parameters by name, if it is given.
 
         Raises `UserError` if the user's code fails.
         """
@@ -167,9 +173,9 @@ class EagerTwin:
             raise UserError(f"it does not run on the host ({type(error).__name__}: {why})") from error
 
     def run_traced(self, module: Any, batch: Mapping[str, Any], double: bool = False) -> _Results:
-        """Run the traced step on the weights of `module`, with plain attention and with room for every token at its
-        experts.
+        """Run the traced step on the weights of `module`, with the results of `run`.
 
+        Attention is plain, and experts have room for every token.
         Computation is in the dtype of the weights, which have 32 bits, or 64 with `double`. Names of the results are
         those of the module's tensors.
         """
@@ -247,14 +253,15 @@ def _is_narrow(dtype: Any) -> bool:
 
 
 def first_tensor(out: Any) -> Any:
-    """Return the first tensor in a module's output."""
+    """Return the first tensor in a module's output, which must have one."""
     return named_tensors(out)[0][1]
 
 
 def named_tensors(out: Any) -> list[tuple[str, Any]]:
     """Return the tensors of a result in torch or JAX with their paths, such as `hidden_states.0`.
 
-    A single tensor has an empty path. None entries are left out before the entries of a list are counted.
+    A single tensor has an empty path. None entries are left out before the entries of a list are counted. Entries
+    without a shape are left out too.
     """
     if isinstance(out, Mapping):
         pairs = list(out.items())
@@ -326,16 +333,18 @@ def _tensors_of(module: Any) -> dict[str, Any]:
 
 
 def _first_names(module: Any) -> dict[str, str]:
-    """Map each parameter name to the first name of the same parameter."""
+    """Return each parameter name -> the first name of the same parameter."""
     first = {id(parameter): name for name, parameter in module.named_parameters()}
     return {name: first[id(each)] for name, each in module.named_parameters(remove_duplicate=False)}
 
 
 def _covering(value: Any, example: Any, module: Any, seed: int) -> Any:
-    """Return random indices that cover the smallest embedding of `module`, with both ends and a tie.
+    """Return random indices that cover the smallest embedding of `module`, with both ends and a tie, in place of
+    `value`.
 
-    An example of whole numbers or flags whose elements are not all equal is returned instead. Without one, these stay
-    as they are: flags, arrays below three elements, and numbers in a module without embeddings. Floats always do.
+    An `example` of whole numbers or flags whose elements are not all equal is returned instead, in the dtype of
+    `value`. Without one, these stay as they are: flags, arrays below three elements, and numbers in a module without
+    embeddings. Floats always do.
     """
     import numpy as np
     import torch
@@ -354,7 +363,9 @@ def _covering(value: Any, example: Any, module: Any, seed: int) -> Any:
 
 
 def materialised(module: Any, seed: int) -> Any:
-    """Copy `module` to the host, with random values for tensors on the meta device, and zeros if they are no floats.
+    """Return a copy of `module` on the host, with random floats and zeros for other tensors of the meta device.
+
+    Matrices are scaled to keep activations near 1, and scales of norms are near 1.
 
     Tensors with several names are still shared in the copy.
     """

@@ -29,13 +29,16 @@ class ServingCache:
     ) -> None:
         """Store the arrays of the cache.
 
-        `counted`: the module receives no positions, and derives them from the length of the cache.
+        - `env`: the torchax environment.
+        - `entries`, `position`, `filled`: those of the class.
+        - `counted`: True if the module receives no positions, and derives them from the length of the cache.
         """
         self.counted = counted
         self.env, self.entries, self.position, self.filled = env, dict(entries), position, filled
         self.given: tuple[Any, CachedKeys] | None = None
         self._open: list[tuple[dict[str, Any], Any]] = []
         self._lent: list[tuple[str, str, Any, Any]] = []
+        # Layer number -> arrays by name that a first trace, without entries, would store.
         self.seen: dict[int, Any] = {}
 
     def stacked(self, block: Block, offset: int) -> dict[str, Any] | None:
@@ -46,7 +49,7 @@ class ServingCache:
         return self.entries.get(block.label(offset))
 
     def close_block(self, block: Block, offset: int, after: dict[str, Any]) -> None:
-        """Store the stacks that a scan has written for the layers at `offset` of each group of the block."""
+        """Store `after`, the stacks that a scan has written for the layers at `offset` of each group of the block."""
         self.entries[block.label(offset)] = after
 
     @contextlib.contextmanager
@@ -99,7 +102,10 @@ class ServingCache:
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """Return the number of tokens before the new ones if the module derives positions from it, else 0."""
+        """Return the number of tokens before the new ones if the module derives positions from it (`counted`), else 0.
+
+        It is 0 for an empty cache too.
+        """
         return self.env.j2t_iso(self.position) if self.counted and self.position is not None else 0
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
@@ -121,8 +127,8 @@ class ServingCache:
     ) -> Any:
         """Store the last K inputs of a convolution, and return all inputs that the convolution reads.
 
-        These are the stored and the new inputs [B, C, S], or the new ones, padded with zeros to K, if the cache was
-        empty. K is `conv_kernel_size`, or by default the width of the state.
+        These are the stored inputs followed by the new ones [B, C, S]. If the cache was empty they are the new ones
+        alone, with zeros in front up to K. K is `conv_kernel_size`, or by default the width of the state.
         """
         import jax.numpy as jnp
 
@@ -137,7 +143,7 @@ class ServingCache:
         return self.env.j2t_iso(new)
 
     def update_recurrent_state(self, recurrent_states: Any, layer_idx: int, state_idx: int = 0, **_: Any) -> Any:
-        """Store the carry of a layer's recurrence, and return it."""
+        """Store the carry of a layer's recurrence, and return it unchanged."""
         self._keep(layer_idx, f"recurrent_state{state_idx}", self.env.t2j_iso(recurrent_states))
         return recurrent_states
 
@@ -158,7 +164,7 @@ class ServingCache:
         return indexer_key_states if self.position is None else self.env.j2t_iso(after)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Return True if the states come from tokens before the new ones."""
+        """Return True if the states come from tokens before the new ones; the arguments are ignored."""
         return self.position is not None and bool(self.entries)
 
     def is_recording_past(self, layer_idx: int | None = None) -> bool:
@@ -178,7 +184,7 @@ class ServingCache:
         self._lent.clear()
 
     def _held(self, layer_idx: int, name: str) -> Any:
-        """Return the present state, or None in a first trace that only needs shapes."""
+        """Return the present state, or None in a first trace that only needs shapes, or if the layer has none."""
         import jax
 
         number = number_of(layer_idx)
@@ -188,7 +194,7 @@ class ServingCache:
         return entry[name] if index is None else jax.lax.dynamic_index_in_dim(entry[name], index, keepdims=False)
 
     def _state(self, layer_idx: int, name: str) -> Any:
-        """Return a state as a tensor that the layer may write to, or None if there is none."""
+        """Return a state as a tensor that the layer may write to, or None if there is none or the cache is empty."""
         value = self._held(layer_idx, name) if self.position is not None else None
         if value is None:
             return None
@@ -197,7 +203,7 @@ class ServingCache:
         return tensor
 
     def _keep(self, layer_idx: int, name: str, value: Any) -> None:
-        """Store a state; in a first trace that only needs shapes, record its value in `seen`.
+        """Store a state; if there is no such state, as in a first trace, record its value in `seen`.
 
         In-place writes to the same state that `settle` has not stored are dropped.
         """
@@ -209,7 +215,7 @@ class ServingCache:
             self._put(f"layer.{layer_idx}", name, value)
 
     def _put(self, layer: str, name: str, value: Any) -> None:
-        """Write a state into the open stack, or into the entry of an unscanned layer."""
+        """Write a state, cast to the stored dtype, into the open stack, or into the entry of an unscanned layer."""
         import jax
 
         entry, index = self._open[-1] if self._open else (dict(self.entries[layer]), None)
@@ -220,11 +226,14 @@ class ServingCache:
             self.entries[layer] = entry | {name: value}
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
-        """Return the position of the first new token, for masks of modules with their own attention."""
+        """Return the position of the first new token, 0 for an empty cache, for masks of modules' own attention."""
         return 0 if self.position is None else self.env.j2t_iso(self.position)
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
-        """Return the number of keys, and the position of the first key."""
+        """Return the number of keys, and the position of the first key, 0.
+
+        The keys are all places of the cache, or only the new tokens if the cache is empty or has no keys.
+        """
         lengths = [parts["keys"].shape[-2] for parts in self.entries.values() if "keys" in parts]
         return (int(query_length) if self.position is None or not lengths else lengths[0]), 0
 
@@ -239,7 +248,9 @@ class ServingCache:
 
 
 def _write(held: Any, new: Any, start: Any, index: Any) -> Any:
-    """Write new keys or values [B, K, S, D] at position `start` of [B, K, T, D], or of layer `index` of a stack.
+    """Return `held` [B, K, T, D] with new keys or values [B, K, S, D] at position `start`.
+
+    With an `index`, `held` is a stack of layers, of which that layer is written.
 
     The new token has the cache's layout; otherwise XLA would copy the whole cache around the loop over layers.
     Evidence: docs/compiler_behaviour.md, "Writes of one token into a key-value cache".

@@ -32,6 +32,7 @@ class LayerComparison:
     """Comparison of the layer `first` with other layers of its list that have the same structure."""
 
     def __init__(self, first: Any) -> None:
+        """Store the layer with which others are compared."""
         self.first = first
         self.modules = dict(first.named_modules())
         self.own = {id(child.__dict__) for child in first.modules()}
@@ -39,7 +40,10 @@ class LayerComparison:
         """True for each object, by `id`, from which no module of `first` can be reached."""
 
     def differences(self, other: Any) -> set[Difference]:
-        """Return every attribute of `first` that is not known to equal that of `other`."""
+        """Return every attribute of the modules of `first` or `other` that is not known to be equal in both.
+
+        Parameters, buffers and submodules are not compared.
+        """
         theirs = dict(other.named_modules())
         pairs = {id(child): theirs[path] for path, child in self.modules.items()}
         unlike: set[Difference] = set()
@@ -55,7 +59,7 @@ class LayerComparison:
         return unlike
 
     def is_apart(self, value: Any) -> bool:
-        """Return True if no module of `first` can be reached from an object."""
+        """Return True if no module of `first` can be reached from an object, through attributes and references."""
         if isinstance(value, _ATOMS):
             return True
         if id(value) not in self.apart:
@@ -63,6 +67,7 @@ class LayerComparison:
         return self.apart[id(value)]
 
 
+# Types of objects from which no module can be reached.
 _ATOMS = (str, int, float, complex, bytes, type(None), type, types.BuiltinFunctionType, types.ModuleType)
 
 
@@ -88,7 +93,11 @@ class _Pair:
         self.assumed: set[tuple[int, int]] = set()
 
     def equal(self, a: Any, b: Any) -> bool:
-        """Return True if two values are known to be equal; cycles are assumed to be equal where they close."""
+        """Return True if two values are known to be equal; cycles are assumed to be equal where they close.
+
+        Types must be the same. Large or remote tensors and objects with a state that Python does not see count as
+        unequal.
+        """
         import numpy as np
         import torch
 
@@ -138,10 +147,12 @@ class _Pair:
             return False
 
     def _attributes(self, a: Any, b: Any) -> bool:
+        """Compare two objects by their `__dict__` alone."""
         mine, its = getattr(a, "__dict__", {}), getattr(b, "__dict__", {})
         return mine.keys() == its.keys() and self._all(mine.values(), (its[key] for key in mine))
 
     def _all(self, mine: Iterable[Any], its: Iterable[Any]) -> bool:
+        """Return True if all pairs of values are known to be equal."""
         return all(self.equal(x, y) for x, y in zip(mine, its, strict=True))
 
 
@@ -152,7 +163,10 @@ def _parts(function: Any) -> tuple[Any, ...]:
 
 
 def _same_tensor(a: Any, b: Any) -> bool:
-    """Return True if two tensors on the host are small and equal in shape, dtype, gradient flag and values."""
+    """Return True if two tensors on the host are small and equal in shape, dtype, gradient flag and values.
+
+    Tensors on other devices count as unequal.
+    """
     import torch
 
     if (a.shape, a.dtype, a.device, a.requires_grad) != (b.shape, b.dtype, b.device, b.requires_grad):
@@ -212,14 +226,17 @@ class OpaqueNumber:
     """
 
     def __init__(self, value: int, used: list[int]) -> None:
+        """Represent `value`, which each use appends to `used`."""
         self._value, self._used = value, used
 
     @property
     def __class__(self) -> type:  # `isinstance` reads this property
+        """The type int; reading it is a use of the number."""
         self._used.append(self._value)
         return int
 
     def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the number, and record a use."""
         self._used.append(self._value)
         return getattr(self._value, name)
 
@@ -242,7 +259,7 @@ for _name in ("__hash__", "__str__", "__repr__", "__format__", "__reduce_ex__"):
 
 
 def number_of(value: Any) -> Any:
-    """Return the number behind an `OpaqueNumber` without recording a use.
+    """Return the number behind an `OpaqueNumber` without recording a use; any other value is returned unchanged.
 
     Callers must not let the number change a computation.
     """

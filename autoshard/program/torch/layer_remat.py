@@ -20,7 +20,7 @@ class Remat:
     """Policies with the number of layers that each covers; the last covers all remaining layers."""
 
     def of(self, number: int) -> Policy:
-        """Return the policy of layer `number`, counted from 0."""
+        """Return the policy of layer `number`, counted from 0; the last one for all numbers beyond the parts."""
         for choice, count in self.parts[:-1]:
             if number < count:
                 return read_policy(choice)
@@ -38,10 +38,11 @@ class Remat:
         return sum(count for _, count in self.parts[:-1])
 
     def __str__(self) -> str:
+        """Return the text that `parse_remat` parses into these policies."""
         return remat_text(self.parts)
 
     def check(self, layers: int) -> None:
-        """Raise `UserError` if the model has too few layers for these policies."""
+        """Raise `UserError` if the `layers` of the model leave none for the last of several policies."""
         if len(self.parts) > 1 and self.named >= layers:
             raise UserError(
                 f"remat `{remat_text(self.parts)}` counts {self.named} layers out, but the model has {layers}: "
@@ -57,7 +58,7 @@ def remat_text(parts: Sequence[tuple[str, int]]) -> str:
 def parse_remat(text: str) -> Remat:
     """Parse the user's notation, such as `full:20+none`.
 
-    Raises `UserError` if the text names no known policy.
+    Raises `UserError` if the text names no known policy, and if a policy but the last lacks a positive number.
     """
     *first, last = (part.strip() for part in text.split("+"))
     parts = []
@@ -71,7 +72,7 @@ def parse_remat(text: str) -> Remat:
 
 
 def _checked(choice: str, text: str) -> str:
-    """Return one policy of `text` in canonical form."""
+    """Return one policy of `text` in canonical form. Raises `UserError` if it is none."""
     base, _, _ = choice.partition(",")
     if base.strip() not in BASES:
         raise unknown_remat(text)
@@ -79,7 +80,7 @@ def _checked(choice: str, text: str) -> str:
 
 
 def numbered_layers(module: Any, blocks: Sequence[Block]) -> dict[str, int]:
-    """Assign numbers to the layers that have a policy of their own, in the order of the module.
+    """Return name -> number, from 0, of the layers that have a policy of their own, in the order of the module.
 
     These are the layers of blocks, and those of other lists.
     """
@@ -89,7 +90,10 @@ def numbered_layers(module: Any, blocks: Sequence[Block]) -> dict[str, int]:
 
 
 def listed_layers(module: Any, blocks: Sequence[Block]) -> list[str]:
-    """Return the layers with parameters that stand in module lists and in no block; only the outermost lists count."""
+    """Return the names of layers with parameters in module lists and in no block; only the outermost lists count.
+
+    A layer that contains a block is left out.
+    """
     inside = {block.layer(o, r) for block in blocks for o in range(block.period) for r in range(block.repeats)}
     layers: list[str] = []
     done = set(inside)
@@ -107,9 +111,9 @@ def listed_layers(module: Any, blocks: Sequence[Block]) -> list[str]:
 
 
 def split_blocks(blocks: Sequence[Block], remat: Remat, numbers: Mapping[str, int]) -> tuple[Block, ...]:
-    """Split blocks between groups where the policy changes.
+    """Return the blocks, split between groups where the policy of the group's first layer changes.
 
-    A part of one group alone is no block.
+    A part of one group alone is no block, and is left out. `numbers` are those of `numbered_layers`.
     """
     parts: list[Block] = []
     for block in blocks:

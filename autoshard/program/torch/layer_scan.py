@@ -36,7 +36,8 @@ def scanned(
     - `env`: the torchax environment.
     - `compared`: blocks whose layers trace to one computation; blocks that are compared while inside are added.
 
-    Raises `NotRepeatedError` if the layers of a block cannot run as one scan.
+    Raises `NotRepeatedError` if the layers of a block cannot run as one scan. Examples are layers that are not called
+    one after the other, and parts that are used elsewhere. The layers' own `forward` is restored on exit.
     """
     replaced: list[tuple[Any, Any]] = []
     runs: list[BlockRun] = []
@@ -76,7 +77,11 @@ def _adds(block: Block, to: set[Block]) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def checkpointed_lists(module: Any, blocks: Sequence[Block], remat: LayerRemat, env: Any) -> Iterator[None]:
-    """Recompute the layers of unscanned module lists in the backward pass, one by one, while inside."""
+    """Recompute the layers of unscanned module lists in the backward pass, one by one, while inside.
+
+    Layers with the policy `none` run as they are. Values that policies name are marked, and found ones recorded in
+    `remat.found`.
+    """
     import jax
     import torch
     from torch.utils import _pytree

@@ -39,7 +39,7 @@ def asks_for_values(error: BaseException) -> bool:
 def lowering_error(error: BaseException, label: str, module: Any) -> UserError:
     """Return the `UserError` for an error that was raised while `module` ran through torchax.
 
-    `label` is the module's name in the message.
+    `label` is the module's name in the message. Raises `UserError` itself if JAX cannot start its platform.
     """
     check_backend(error)
     text = reason_of(error) or "no message"

@@ -22,7 +22,11 @@ from autoshard.program.torch_ops.torchax_environment import environment
 
 @functools.cache
 def lowered_environment() -> Any:
-    """Return the torchax environment with autoshard's lowerings: torch ops become JAX ops in canonical form."""
+    """Return torchax's one environment of the process, with autoshard's lowerings installed in its table of ops.
+
+    The first call changes the environment; later calls return the same object. Ops without a lowering here keep
+    torchax's own.
+    """
     env = environment()
     import torch
     from torchax.ops import ops_registry
@@ -59,6 +63,7 @@ def _with_sizes_by_name(draw: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap torchax's `torch.randint` so that bounds and size may be keyword arguments."""
 
     def randint(*args: Any, **kwargs: Any) -> Any:
+        """Call `draw` with the keywords `low`, `high` and `size` as further positional arguments, in this order."""
         names = ("low", "high", "size")
         return draw(*args, *(kwargs.pop(key) for key in names if key in kwargs), **kwargs)
 
@@ -66,13 +71,16 @@ def _with_sizes_by_name(draw: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _CHECKS = "TRANSFORMERS_DISABLE_TORCH_CHECK"
+"""Environment variable of transformers that turns off checks of torch, which read values."""
 
 
 @contextlib.contextmanager
 def drawing(env: Any) -> Iterator[None]:
-    """Draw random numbers from one constant key while inside, and restore torchax's own key afterwards.
+    """Draw torchax's random numbers from `PRNGKey(0)` while inside, and restore its own key on exit.
 
-    A key that was split inside a trace would otherwise leak a tracer.
+    Every trace therefore draws the same numbers. A key that was split inside a trace would otherwise leak a tracer.
+
+    - `env`: the torchax environment, whose stored properties change while inside.
     """
     import jax
 
@@ -92,7 +100,9 @@ def drawing(env: Any) -> Iterator[None]:
 def canonical_modules() -> Iterator[None]:
     """Replace code that merges dims or inspects values by equal code that does not, while inside.
 
-    Most replacements are for transformers; checks of torch's distributions and the attention fast path are off.
+    The attributes of `_REPLACED` and `_compiling` are patched in modules that are already imported; others are skipped.
+    Checks of transformers and of torch's distributions, and torch's attention fast path, are off. All is restored on
+    exit.
     """
     import os
     import sys
@@ -127,9 +137,10 @@ def canonical_modules() -> Iterator[None]:
 
 
 def _compiling() -> dict[tuple[str, str, str], Callable[..., Any]]:
-    """Return replacements that make model code believe that torch compiles it, so that it reads no values.
+    """Return replacements of `is_torchdynamo_compiling` by `_always`, keyed like `_REPLACED`.
 
-    Modules that also ask if they are exported are left alone, since they choose kernels by the answer.
+    They cover the imported modules `transformers.models.*` that have this name: their code then reads no values.
+    Modules that also have `is_torchdynamo_exporting` are left out, since they choose kernels by the answer.
     """
     import sys
 
@@ -139,10 +150,10 @@ def _compiling() -> dict[tuple[str, str, str], Callable[..., Any]]:
 
 
 def _conv1d(self: Any, x: Any) -> Any:
-    """Compute GPT-2's linear layer (weight [in, out]) on [..., in] without flattening the leading dims.
+    """Compute `x @ weight + bias` of GPT-2's `Conv1D` (weight [in, out]) on [..., in], with leading dims unflattened.
 
-    Query, key and value from one weight are computed as [..., 3, out]. Splitting [..., 3 out] into three would need a
-    reshard wherever that dim is split.
+    If out = 3 * in, the layer is assumed to make query, key and value. The result is then a `Fused` tensor, which is
+    stored as [..., 3, in]. Splitting [..., 3 in] into three would need a reshard wherever that dim is split.
     """
     width, total = self.weight.shape
     if total != 3 * width:
@@ -155,13 +166,15 @@ def _conv1d(self: Any, x: Any) -> Any:
 
 @functools.cache
 def _fused_type() -> type:
-    """Return the class of a tensor [..., n * out] that is stored as [..., n, out].
+    """Return the class `Fused` of torchax tensors [..., n * out] that are stored as [..., n, out].
 
-    Splitting such a tensor into its n parts cuts no dim.
+    `split` into parts of `out` along the last dim cuts no dim; every other op sees the merged array.
     """
     from torchax import tensor
 
     class Fused(tensor.Tensor):
+        """A torchax tensor [..., n * out], stored as parts [..., n, out]."""
+
         @staticmethod
         def __new__(cls, parts: Any, env: Any) -> Any:
             return tensor.Tensor.__new__(cls, parts, env)
@@ -171,9 +184,11 @@ def _fused_type() -> type:
 
         @property
         def _elem(self) -> Any:
+            """Merged JAX array [..., n * out]."""
             return self._parts.reshape(*self._parts.shape[:-2], -1)
 
         def split(self, split_size: Any, dim: int = 0) -> Any:
+            """Return the n parts if `split_size` is out and `dim` the last; else split the merged array."""
             count, width = self._parts.shape[-2:]
             if split_size == width and dim in (-1, self.ndim - 1):
                 return tuple(self._env.j2t_iso(self._parts[..., i, :]) for i in range(count))
@@ -183,7 +198,13 @@ def _fused_type() -> type:
 
 
 def _expand_kv(self: Any, kv_nope: Any, k_rot: Any) -> tuple[Any, Any]:
-    """Compute DeepSeek's keys and values from latents by concatenation instead of writes into an empty tensor."""
+    """Compute DeepSeek's keys [B, H, S, nope + rope] and values [B, H, S, v] from its latents.
+
+    Keys are concatenated instead of written into an empty tensor.
+
+    - `kv_nope`: latents [B, 1, S, rank], expanded by `kv_b_proj`.
+    - `k_rot`: the heads' common rotary part [B, 1, S, rope], broadcast over the heads.
+    """
     import torch
 
     batch, _, length, _ = kv_nope.shape
@@ -194,20 +215,20 @@ def _expand_kv(self: Any, kv_nope: Any, k_rot: Any) -> tuple[Any, Any]:
 
 
 def _always() -> bool:
-    """Return True, so that model code caches no traced values for another call."""
+    """Return True in place of `is_torchdynamo_compiling`, so that model code reads and caches no traced values."""
     return True
 
 
 def _not_packed(position_ids: Any) -> None:
-    """Return None: positions are those of whole sequences.
+    """Return None in place of `find_packed_sequence_indices`: every row is one whole sequence.
 
-    Several sequences packed in one row are not supported.
+    Rows with several packed sequences are not detected, so they are masked as one sequence.
     """
     return None
 
 
 def _biases(self: Any, device: Any) -> Any:
-    """Return Levit's attention biases without the cache of its own code."""
+    """Return Levit's attention biases, read by its index table, without the cache by device of its own code."""
     return self.attention_biases[:, self.attention_bias_idxs]
 
 
@@ -232,4 +253,4 @@ _REPLACED: dict[tuple[str, str, str], Callable[..., Any]] = {
     ("transformers.masking_utils", "", "find_packed_sequence_indices"): _not_packed,
     ("transformers.pytorch_utils", "", "is_torchdynamo_compiling"): _always,  # turns off caches of results
 }
-"""Replacements by module name, class (empty for a function of the module) and attribute."""
+"""Replacements by module name, class (empty for a function of the module) and attribute; all are for transformers."""

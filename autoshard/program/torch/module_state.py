@@ -19,8 +19,12 @@ _LONGEST = 10_000
 def call_with(module: Any, state: dict[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call `module` with the tensors of `state` in place of its parameters and buffers of these names.
 
-    A tensor that the module has under several names, or in plain attributes, is replaced everywhere. A tensor that the
-    module assigns to such a name is written to the one of `state`. The module's own tensors are restored afterwards.
+    The result is that of the module. A tensor that the module has under several names, in plain attributes, or in
+    lists and tuples of these, is replaced everywhere. Tensors that `state` does not name stay. A tensor that the
+    module assigns to a parameter or buffer is written into the tensor of `state`. The module's own tensors are
+    restored afterwards, also after an error.
+
+    - `state`: torchax tensors by the name of a parameter or buffer of `module`; an unknown name is a `KeyError`.
 
     Raises `UserError` if the module assigns a tensor of another shape or dtype.
     """
@@ -53,7 +57,9 @@ def call_with(module: Any, state: dict[str, Any], args: tuple[Any, ...], kwargs:
 
 
 def _write(tensor: Any, assigned: Any, name: str) -> None:
-    """Write the tensor that a module assigned in place of the torchax tensor `tensor` into `tensor`.
+    """Write `assigned`, which a module stored in place of the torchax tensor `tensor`, into `tensor`.
+
+    Nothing happens if `assigned` is None (the name was removed) or `tensor` itself. `name` is for the error.
 
     Raises `UserError` if the shape or dtype differs.
     """
@@ -71,14 +77,20 @@ def _write(tensor: Any, assigned: Any, name: str) -> None:
 
 
 def _holds(value: Any, given: Mapping[int, Any]) -> bool:
-    """Return True for a replaced tensor, and for a plain list or tuple with one (`_flat_weights` of an RNN)."""
+    """Return True if `given` has the `id` of `value`, or of an item of `value` if it is a plain list or tuple.
+
+    `_flat_weights` of an RNN is such a list. Deeper containers are not searched.
+    """
     if type(value) in (list, tuple):
         return any(id(each) in given for each in value)
     return id(value) in given
 
 
 def _with(value: Any, given: Mapping[int, Any]) -> Any:
-    """Return the replacement of a tensor, or the list or tuple with its tensors replaced."""
+    """Return the replacement of a tensor, or a new list or tuple with its tensors replaced, other items unchanged.
+
+    - `given`: replacements by the `id` of the module's own tensor.
+    """
     if type(value) in (list, tuple):
         return type(value)(given.get(id(each), each) for each in value)
     return given[id(value)]
@@ -86,7 +98,7 @@ def _with(value: Any, given: Mapping[int, Any]) -> Any:
 
 @contextlib.contextmanager
 def own_forward(layer: Any, forward: Any) -> Iterator[None]:
-    """Remove the stand-in from the layer's `forward` while inside, and put the stand-in back on exit.
+    """Replace the stand-in in the layer's `__dict__["forward"]` by `forward` while inside; put it back on exit.
 
     - `forward`: entry that the layer's `__dict__` had before the stand-in; None if its class defines `forward`.
     """
@@ -108,10 +120,11 @@ def replace_forward(layer: Any, forward: Any) -> Any:
 
 @contextlib.contextmanager
 def preserved(module: Any) -> Iterator[dict[str, None]]:
-    """Restore on exit the attributes of all modules, and the plain containers and objects that these reach.
+    """Restore on exit, also after an error, all state that `reachable` lists, except the elements of tensors.
 
-    A module's code may assign attributes, append to lists and fill caches; traced values must not stay there. On exit
-    the yielded dict has the names of attributes that are numbers or tensors and were reassigned.
+    A module's code may assign attributes, append to lists and fill caches; traced values must not stay there. The
+    yielded dict is empty while inside. On exit it receives the paths of module attributes that were numbers or
+    tensors and were reassigned.
     """
     before = [Content(each) for each in reachable(module)]
     paths = {id(child.__dict__): f"{path}." if path else "" for path, child in module.named_modules()}
@@ -127,16 +140,20 @@ def preserved(module: Any) -> Iterator[dict[str, None]]:
 
 
 class Content:
-    """A snapshot of the content of a dict, list, set or cell."""
+    """A snapshot of the references in `holder`: a dict, list, set, deque or cell of a closure."""
 
     __slots__ = ("holder", "keys", "values")
 
     def __init__(self, holder: Any) -> None:
+        """Store the present content of the holder."""
         self.holder = holder
         self.keys, self.values = _content(holder)
 
     def is_changed(self) -> bool:
-        """Return True if the holder's present content differs."""
+        """Return True if the holder's present content differs: in length, in a key or in a value, by `_same`.
+
+        Keys are compared by identity and in order. Changes inside a value do not count.
+        """
         keys, values = _content(self.holder)
         if len(values) != len(self.values) or not all(map(operator.is_, keys, self.keys)):
             return True
@@ -145,7 +162,7 @@ class Content:
     def assigned(self) -> list[Any]:
         """List the keys of a dict whose stored values are numbers or tensors, and whose present values differ.
 
-        Booleans and removed keys do not count.
+        Booleans and removed keys do not count. The list is empty for other holders.
         """
         import torch
 
@@ -158,7 +175,7 @@ class Content:
         ]
 
     def restore(self) -> None:
-        """Restore the content of the holder."""
+        """Put the stored keys and values back into the same holder object, in their order."""
         if isinstance(self.holder, types.CellType):
             self.holder.cell_contents = self.values[0]
             return
@@ -172,7 +189,10 @@ class Content:
 
 
 def _content(holder: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the keys of a dict, and the values of any holder."""
+    """Return the keys of a dict (an empty tuple for other holders), and the values of any holder, in order.
+
+    An empty cell has the value None.
+    """
     if isinstance(holder, dict):
         return tuple(holder), tuple(holder.values())
     return (), (_in_cell(holder),) if isinstance(holder, types.CellType) else tuple(holder)
@@ -184,9 +204,11 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def reachable(module: Any) -> list[Any]:
-    """List the objects that can store state of a module.
+    """List the objects that can store state of a module, found by following references from it; each once.
 
-    These are attribute dicts of modules and objects, containers, and cells of closures.
+    These are attribute dicts of modules and objects, dicts, lists, sets, deques, and cells of closures. Tuples,
+    partials, methods and defaults of functions are followed but not listed. Tensors, classes and Python modules are
+    not followed, nor containers of more than `_LONGEST` items.
     """
     import torch
 
@@ -233,9 +255,9 @@ def _in_cell(cell: Any) -> Any:
 def without_stale_hooks() -> Iterator[None]:
     """Remove the saved-tensor hooks that a torch checkpoint leaves behind when an error leaves the context.
 
-    torch installs the hooks in a generator, which removes them once no frame of a traceback refers to it. Until then
-    they intercept the tensors of all eager torch code. The frames of the error and of its causes are cleared, so that
-    their locals are lost.
+    The error is raised again; without an error nothing happens. The hooks are installed in a generator of torch, which
+    removes them once no frame of a traceback refers to it. Until then they intercept the tensors of all eager torch
+    code. The frames of the error and of its causes are cleared, so that their locals are lost.
     """
     from torch._C import _autograd
 

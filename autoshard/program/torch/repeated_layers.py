@@ -20,11 +20,13 @@ class Block:
     """`repeats` groups of `period` layers of one list; all groups may compute the same."""
 
     owner: str
-    """Name of the list in the module, such as `model.layers`."""
+    """Name of the list in the module, such as `model.layers`; empty if the module itself is the list."""
     start: int
     """Number of the first layer, as in its name."""
     period: int
+    """Number of layers of a group."""
     repeats: int
+    """Number of groups, at least two when found by `find_blocks`."""
     length: int
     """Number of layers in the whole list."""
     first: int = 0
@@ -32,7 +34,10 @@ class Block:
     stem: str = ""
     """Text before the number in a layer's name in the list: `layer_` of `layer_0`, `layer_1`."""
     unlike: tuple[tuple[int, Difference], ...] = ()
-    """Attributes in which groups differ or may differ; if a layer's code reads one, the traces are compared."""
+    """Pairs (offset in a group, attribute) in which groups differ or may differ.
+
+    If a layer's code reads one, the layers' traces are compared.
+    """
 
     @property
     def stop(self) -> int:
@@ -40,14 +45,15 @@ class Block:
         return self.start + self.period * self.repeats
 
     def layer(self, offset: int, repeat: int = 0) -> str:
-        """Return the module name of the layer at `offset` of group `repeat`."""
+        """Return the name, in the whole module, of the layer at `offset` (0 to period - 1) of group `repeat`."""
         name = f"{self.stem}{self.start + repeat * self.period + offset}"
         return f"{self.owner}.{name}" if self.owner else name
 
     def label(self, offset: int) -> str:
         """Return the name of the stack of layers at `offset` of all groups.
 
-        It is `model.layers.*` if the block is the whole list, else it has a slice: `model.layers.[3:61]`, `[0::2]`.
+        It is `model.layers.*` if the block is the whole list and its period is 1. Else it has a slice with the layers'
+        own numbers: `model.layers.[3:61]`, `[0::2]`. The slice's end is empty if the block ends with the list.
         """
         end = self.first + self.length
         is_whole = self.start == self.first and self.stop == end
@@ -64,10 +70,13 @@ class Block:
 def find_blocks(
     module: Any, within: Sequence[Block] = (), computed: Mapping[str, str] | None = None, trained: bool = False
 ) -> tuple[Block, ...]:
-    """Find the blocks of `module`, outermost lists first; a list inside a block yields no block of its own.
+    """Return the blocks of `module`, in the order of `named_modules`; a list inside a block yields none of its own.
 
-    - `within`: if given, only lists inside the layers of these blocks are searched.
-    - `computed`: digests of some layers' traces by name; layers with different digests share no block.
+    Lists are those of `is_list`, and a `Sequential` whose children are numbered. Layers without a repeated neighbour
+    are in no block, so the result may be empty.
+
+    - `within`: if not empty, only lists inside the layers of these blocks are searched.
+    - `computed`: digests of some layers' traces by name; layers with different digests, or one without, are unlike.
     - `trained`: if True, layers share a block only if the same parameters require gradients.
     """
     import torch
@@ -88,8 +97,10 @@ class _Index:
     """The modules of a module by name, and the modules that own each tensor."""
 
     def __init__(self, module: Any) -> None:
+        """Index a module, its submodules and their tensors."""
         self.modules = dict(module.named_modules())
         self.names = {id(child): name for name, child in self.modules.items()}
+        """First name of each module, by `id`."""
         self.holders: dict[int, list[int]] = {}
         """Modules, by `id`, that have a parameter or buffer, by `id`, of their own."""
         for child in self.modules.values():
@@ -98,7 +109,7 @@ class _Index:
 
 
 def _blocks_of(index: _Index, name: str, child: Any, computed: Mapping[str, str], trained: bool) -> list[Block]:
-    """Find the blocks of the list `child`, whose name is `name`."""
+    """Return the blocks of the list `child`, whose name is `name`; `computed` and `trained` are as in `find_blocks`."""
     layers, stem, first = list(child._modules.values()), _stem(child), _first_number(child)
     names = [f"{name}.{key}" if name else key for key in child._modules]
     signatures = _signatures(index, names, layers, trained)
@@ -116,25 +127,31 @@ def _blocks_of(index: _Index, name: str, child: Any, computed: Mapping[str, str]
 
 
 def is_list(module: Any) -> bool:
-    """Return True for a module list, and for a module dict whose keys are consecutive numbers."""
+    """Return True for a `ModuleList` or `ModuleDict` whose keys are consecutive numbers after one stem, also if empty.
+
+    A `ModuleDict` may start at any number. A `Sequential` is no list here.
+    """
     import torch
 
     return isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict) and _is_numbered(module)
 
 
 def _is_numbered(module: Any) -> bool:
-    """Return True if the names of a module's children are consecutive numbers after a common stem."""
+    """Return True if the names of a module's children are consecutive numbers after a common stem, or if it has none.
+
+    Leading zeros (`layer_00`) do not count as numbers.
+    """
     first, stem = _first_number(module), _stem(module)
     return list(module._modules) == [f"{stem}{first + place}" for place in range(len(module._modules))]
 
 
 def _stem(module: Any) -> str:
-    """Return the text before the number in the name of a list's first child."""
+    """Return the text before the trailing number in the name of a list's first child; empty without children."""
     return next(iter(module._modules), "").rstrip("0123456789")
 
 
 def _first_number(module: Any) -> int:
-    """Return the number in the name of a list's first child."""
+    """Return the trailing number in the name of a list's first child, or 0 if there is none."""
     number = next(iter(module._modules), "")[len(_stem(module)) :]
     return int(number) if number.isdecimal() else 0
 
@@ -149,9 +166,10 @@ def _inside(name: str, block: Block) -> bool:
 
 
 def _runs(marks: Sequence[str]) -> list[tuple[int, int, int]]:
-    """Return (start, period, repeats) of repeating groups of equal marks.
+    """Return (start, period, repeats) of the runs in which a group of marks repeats at least twice, in order.
 
-    At each place the group that covers most layers wins, and on a tie the one with the shortest period.
+    The search is greedy from left to right, with periods up to `MAX_PERIOD`. At each place the run that covers most
+    layers wins, and on a tie the one with the shortest period. A layer with an empty mark is in no run.
     """
     runs: list[tuple[int, int, int]] = []
     position = 0
@@ -178,8 +196,9 @@ def _signatures(index: _Index, names: Sequence[str], layers: Sequence[Any], trai
     """Return a digest for each layer of a list.
 
     Layers with equal digests may compute the same, apart from their weights. The digest is empty for a layer that
-    cannot be repeated; a layer without own parameters is not worth a scan. A tensor that all layers of a kind share
-    stays one tensor. A tensor that is shared in another way cannot be stacked.
+    cannot be repeated: one that stands elsewhere too, or that has no parameter of its own. A tensor that all layers
+    of one structure share under one name stays one tensor. A tensor that is shared in another way cannot be stacked,
+    so its layer has an empty digest.
     """
     inside = {id(child) for layer in layers for child in layer.modules()}
     owners: dict[int, list[int]] = {}
@@ -213,14 +232,18 @@ def _signatures(index: _Index, names: Sequence[str], layers: Sequence[Any], trai
 
 
 def _own_tensors(child: Any) -> list[Any]:
-    """List the parameters and buffers of one module, without those of its children."""
+    """List the parameters, then the buffers of one module, without those of its children and without None."""
     return [t for t in (*child._parameters.values(), *child._buffers.values()) if t is not None]
 
 
 def _stands_at(layers: Sequence[Any], sharing: Sequence[int], path: str, key: str, tensor: Any) -> bool:
-    """Return True if all layers that share a tensor have it under the same name."""
+    """Return True if all layers numbered in `sharing` have `tensor` itself as `key` of their module `path`.
+
+    A layer without that module makes the result False.
+    """
 
     def there(layer: Any) -> Any:
+        """Return the tensor of a layer at the path and key, or None."""
         child = layer.get_submodule(path)
         return child._parameters.get(key) if key in child._parameters else child._buffers.get(key)
 
@@ -231,9 +254,10 @@ def _stands_at(layers: Sequence[Any], sharing: Sequence[int], path: str, key: st
 
 
 def _ordinals(layers: Sequence[Any]) -> set[Difference]:
-    """Return the attributes that only number layers.
+    """Return the attributes that only number layers; none for fewer than two layers.
 
-    An attribute counts by its name, or if it grows by one from layer to layer.
+    An attribute counts if its name is in `_POSITIONS` and its values are whole numbers or None. Otherwise it counts if
+    it grows by one from layer to layer of the list.
     """
     numbers: dict[Difference, set[Any]] = {}
     for place, layer in enumerate(layers):
@@ -248,7 +272,11 @@ def _ordinals(layers: Sequence[Any]) -> set[Difference]:
 
 
 def _structure(layer: Any, trained: bool) -> str:
-    """Describe a layer in text: its modules, parameters and buffers, and the values of non-persistent buffers."""
+    """Return a text that is equal for layers of one structure.
+
+    It has the paths and classes of the modules, and names, shapes and dtypes of parameters and buffers. Values of
+    non-persistent buffers on the CPU count too. With `trained` it also tells which parameters require gradients.
+    """
     words: list[str] = []
     for name, child in layer.named_modules():
         words.append(f"|{name}:{type(child).__module__}.{type(child).__qualname__}:{id(type(child))}")
@@ -266,7 +294,10 @@ def _structure(layer: Any, trained: bool) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Describe an attribute's value in text; objects by their type, functions by their name."""
+    """Return a text for an attribute's value: plain values by `repr`, tuples and lists alike item by item.
+
+    Functions and classes are described by their qualified name, other objects by their type's.
+    """
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
     if isinstance(value, (tuple, list)):

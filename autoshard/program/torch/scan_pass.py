@@ -23,9 +23,9 @@ class NotRepeatedError(Exception):
     """Raised when the layers of `block` cannot run as one scan, so that they have to run one by one."""
 
     def __init__(self, block: Block, reason: str, computed: Mapping[str, str] | None = None) -> None:
-        """Store the block and the reason.
+        """Store the block and the reason, which is the error's text.
 
-        `computed` maps each layer's name to a digest of its trace, if the traces differ.
+        `computed` maps names of layers to digests of their traces if the traces differ; None for every other reason.
         """
         super().__init__(reason)
         self.block, self.computed = block, computed
@@ -33,7 +33,7 @@ class NotRepeatedError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerRemat:
-    """The values of layers that the backward pass recomputes."""
+    """The rematerialisation policy of each layer, and a record of the values that policies may name."""
 
     of: Callable[[str], Policy]
     """Function from a layer's name to its policy."""
@@ -43,12 +43,15 @@ class LayerRemat:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Arrays of the layers of one block, for each offset in a group: a dict from the name inside the layer."""
+    """Arrays of the layers of one block.
+
+    Each list has one dict for each offset in a group, from the name inside the layer to the array.
+    """
 
     params: list[dict[str, Any]]
     """Stacked parameters [repeats, ...], one dict for each offset."""
     buffers: list[dict[str, Any]]
-    """Stacked buffers; replaced by the updated ones when the block has run."""
+    """Stacked buffers [repeats, ...]; once the block has run as a scan, the dicts have the updated ones."""
     fixed: list[dict[str, Any]]
     """Constants that all repeats share."""
     stateful: bool
@@ -73,7 +76,7 @@ class _Pending:
 
 
 def _modes() -> tuple[bool, ...]:
-    """Return torch's modes that change the computation of layers: gradients, and casts on each device type."""
+    """Return if torch's gradients are on, and if autocast is on for `cpu` and for `cuda`."""
     import torch
 
     return torch.is_grad_enabled(), *(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
@@ -88,9 +91,9 @@ class _Call:
     tree: Any
     """Structure that turns `leaves` back into arguments."""
     links: dict[int, int] | None = None
-    """For each leaf that the previous layer computed, the number of that layer's output.
+    """Number of the previous layer's output, by the number of the leaf that receives it.
 
-    The links of the first layer are known from the second group on.
+    None for the first layer until the second group is called.
     """
     modes: tuple[bool, ...] = dataclasses.field(default_factory=_modes)
     """Modes of torch that are on during the call."""
@@ -99,7 +102,8 @@ class _Call:
 class BlockRun:
     """One pass through one block: records the calls, and runs the scan at the last call.
 
-    The hidden state may be several tensors: each output of a layer that the next layer is called with.
+    The first group's layers are traced abstractly when they are called; the calls of later groups are only compared
+    with these. The hidden state may be several tensors: each output of a layer that the next layer is called with.
     """
 
     def __init__(
@@ -116,7 +120,7 @@ class BlockRun:
 
         - `module`: the whole module, which contains the block.
         - `weights`: stacked arrays of the layers.
-        - `prepare`: casts one layer's parameters inside the loop's body.
+        - `prepare`: function that casts one layer's parameters inside the loop's body.
         - `remat`: policy of each layer, and the record of the values that it may name.
         - `env`: the torchax environment.
         - `compared`: True if all layers are known to trace to the same computation.
@@ -131,23 +135,26 @@ class BlockRun:
         self.common = [] if compared else [self._held_in_common(offset) for offset in range(block.period)]
         """Objects and containers that the layers of an offset share."""
         self.next = 0
+        """Number of the layer that must be called next."""
         self.ran = False
         """True if all layers have been called."""
         self._begin()
 
     def _begin(self) -> None:
-        """Forget the calls of an earlier pass."""
+        """Reset the records of calls, so that a new pass starts."""
         self.calls: list[_Call] = []
         self.outputs: list[_Outputs] = []
         self.pending: list[Any] = []
+        """Stand-ins that the last call returned."""
         self.written: set[tuple[int, int]] = set()
         """Pairs (offset of a call, linked leaf) of the leaves that a layer writes to."""
         self.shared_values: dict[int, Any] = {}
+        """Values in one stage's trace of the layers' unlinked input tensors, by identity of the element."""
         self.deciding: set[int] = set()
         """Offsets of layers whose code reads an attribute in which groups differ."""
 
     def _held_in_common(self, offset: int) -> list[Any]:
-        """Return the objects that the layers of an offset share in the first two groups."""
+        """Return the reachable objects that the layers of an offset have in common, in the first two groups."""
         theirs = {id(each) for each in reachable(self.layers[offset + self.block.period])}
         return [each for each in reachable(self.layers[offset]) if id(each) in theirs]
 
@@ -155,16 +162,19 @@ class BlockRun:
         """Return the function that replaces the `forward` of layer number `index`."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            """Record the call, and return its result or stand-ins."""
             return self.call(index, args, kwargs)
 
         return forward
 
     def call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a call of a layer.
+        """Record a call of layer number `index`, and return its output.
 
-        The last call runs the scan and returns the result. Earlier calls return stand-ins without values.
+        The last layer's call runs the scan and returns real values. Earlier outputs have tensors with shape and dtype
+        alone in place of the computed ones. A call of layer 0 in turn starts a new pass.
 
-        Raises `NotRepeatedError` if the layers cannot run as one scan.
+        Raises `NotRepeatedError` if the layers cannot run as one scan. Reasons are a call out of order or without a
+        tensor, other arguments or modes, and a hidden state that changes between layers.
         """
         from torch.utils import _pytree
 
@@ -209,7 +219,10 @@ class BlockRun:
     def _links(self, leaves: Sequence[Any]) -> dict[int, int]:
         """Return, for each leaf that the previous layer computed, the number of that layer's output.
 
-        Raises `NotRepeatedError` if the module changes or reads the hidden state between two layers.
+        The dict is empty for the first layer of a pass.
+
+        Raises `NotRepeatedError` if the module changes or reads the hidden state between two layers. It is raised too
+        if the module passes an older hidden state, or not every computed output.
         """
         known = {id(each._elem): number for number, each in enumerate(self.pending)}
         links = {i: known[id(_element(leaf))] for i, leaf in enumerate(leaves) if id(_element(leaf)) in known}
@@ -222,9 +235,9 @@ class BlockRun:
         return links
 
     def _check_state(self) -> None:
-        """Compare the outputs of the first group with its own linked inputs.
+        """Compare the outputs of the first group with its own linked inputs, which the scan carries.
 
-        Raises `NotRepeatedError` if shapes or dtypes differ.
+        Raises `NotRepeatedError` if an input is no tensor, or if its shape or dtype differs.
         """
         first, last = self.calls[0], self.outputs[-1]
         for i, number in (first.links or {}).items():
@@ -235,7 +248,10 @@ class BlockRun:
                 raise self._not_repeated("a layer changes the shape or dtype of the hidden state")
 
     def _same(self, first: _Call, leaves: Sequence[Any], tree: Any, links: dict[int, int]) -> bool:
-        """Return True if a later call has the same unlinked arguments and links as the `first` call of its offset."""
+        """Return True if a later call has the structure, links and unlinked leaves of the `first` call of its offset.
+
+        Unlinked tensors and objects must be identical, plain values equal and of one type.
+        """
         if first.tree != tree or first.links != links:
             return False
         for i, (x, y) in enumerate(zip(first.leaves, leaves, strict=True)):
@@ -247,12 +263,17 @@ class BlockRun:
     def _invoke(
         self, index: int, slices: tuple[Any, Any], given: Sequence[Any], cached: dict[str, Any], number: Any
     ) -> tuple[Any, tuple[Any, Any]]:
-        """Call layer `index`, and return its output, its buffers afterwards and the updated caches.
+        """Call layer `index`, and return `(output, (buffers afterwards, updated caches))`, the two dicts as JAX values.
 
-        - `slices`: parameters and buffers of this layer.
-        - `given`: values of the linked leaves.
+        Arguments that are not linked are those of the first group's call. Arrays and arguments that the layer writes
+        to are added to `weights.written` and `written`.
+
+        - `slices`: parameters and buffers of this layer, without the leading dim.
+        - `given`: torch values of the linked leaves, in the order of `_places`.
         - `cached`: stacked caches of the block; empty without a cache.
         - `number`: number of the layer in its stack, [] int32.
+
+        Raises `NotRepeatedError` if the layer writes to an unlinked argument or to a tensor that all layers share.
         """
         import torch
         from torch.utils import _pytree
@@ -290,16 +311,16 @@ class BlockRun:
         return out, ({key: self.env.t2j_iso(state[key]) for key in buffers}, dict(written))
 
     def _places(self, call: _Call) -> list[int]:
-        """Return the leaves of a call that change from group to group.
+        """Return the sorted numbers of the leaves of a call that change from group to group.
 
-        Before the links of the first call are known, this is its first tensor.
+        Before the links of the first call are known, this is the number of its first tensor.
         """
         if call.links is not None:
             return sorted(call.links)
         return [next(i for i, leaf in enumerate(call.leaves) if _is_tensor(leaf))]
 
     def _abstract(self, index: int) -> tuple[Any, ...]:
-        """Return the last four arguments of `_invoke` for layer `index` as shapes."""
+        """Return the last four arguments of `_invoke` for layer `index` as shapes (caches as stored arrays)."""
         import jax
 
         offset = index % self.block.period
@@ -310,14 +331,17 @@ class BlockRun:
         return slices, given, self._cached(offset), jax.ShapeDtypeStruct((), jax.numpy.int32)
 
     def _outputs(self, index: int) -> "_Outputs":
-        """Trace one layer abstractly, and return its outputs."""
+        """Trace layer `index` of the first group abstractly, and return its outputs.
+
+        A returned input that does not change from group to group is no computed tensor, but passed through.
+        """
         import jax
         from torch.utils import _pytree
 
         known: dict[str, Any] = {}
 
         def one(slices: Any, given: Any, cached: Any, number: Any) -> Any:
-            """Return the tensors that the layer computes, and record the structure of its output."""
+            """Return the tensors that the layer computes as JAX values, and record its output's structure."""
             values = self.env.j2t_iso(given)
             with model_flops.counting():
                 out, _ = self._invoke(index, slices, values, cached, number)
@@ -334,7 +358,11 @@ class BlockRun:
         return _Outputs(shapes, passed, known["tree"], known["new"])
 
     def _watched_outputs(self, index: int) -> "_Outputs":
-        """Trace one layer like `_outputs`, and record if its code reads an attribute in which groups differ."""
+        """Trace one layer like `_outputs`, and add it to `deciding` if its code uses an attribute in which groups
+        differ.
+
+        Raises `NotRepeatedError` if the layer changes an object that it shares with the next group's layer.
+        """
         if self.compared:
             return self._outputs(index)
         common = [Content(each) for each in self.common[index]]
@@ -347,9 +375,10 @@ class BlockRun:
         return outputs
 
     def _is_used(self, index: int, attributes: set[Difference]) -> bool:
-        """Return False if the layer's code reads the attributes only to pass them on.
+        """Return False if all attributes are whole numbers that the layer's code reads only to pass them on.
 
-        A cache that receives the layer's number is such a case.
+        A cache that receives the layer's number is such a case. The layer is traced with opaque numbers in their place;
+        if that trace fails, they count as used.
         """
         layer = self.layers[index]
         if any(type(layer.get_submodule(path).__dict__.get(key)) is not int for path, key in attributes):
@@ -362,7 +391,9 @@ class BlockRun:
         return bool(used)
 
     def _check_alike(self) -> None:
-        """Compare the traces of the layers whose code reads an attribute in which groups differ.
+        """Compare the traces of all layers at the offsets in `deciding`, and set `compared` if they agree.
+
+        Nothing happens if no offset is in `deciding` or if the traces are known to agree.
 
         Raises `NotRepeatedError` if layers of one offset trace to different computations.
         """
@@ -379,6 +410,7 @@ class BlockRun:
         """Return a digest of the computation of layer `index`, independent of the values of its weights."""
 
         def one(slices: Any, given: Any, cached: Any, number: Any) -> Any:
+            """Return all tensors that the layer computes, its buffers and its caches, for the digest."""
             with model_flops.counting():
                 out, (buffers, written) = self._invoke(index, slices, self.env.j2t_iso(given), cached, number)
             return self.env.t2j_iso([leaf for leaf in _leaves(out) if _is_tensor(leaf)]), buffers, written
@@ -390,12 +422,16 @@ class BlockRun:
         return self.weights.params[offset], self.weights.buffers[offset]
 
     def _cached(self, offset: int) -> dict[str, Any]:
-        """Return the stacked caches of the layers of one offset; empty without a cache."""
+        """Return the stacked caches [repeats, ...] of the layers of one offset by name; empty without a cache."""
         cache = self.weights.cache
         return (cache.stacked(self.block, offset) if cache is not None else None) or {}
 
     def _run(self) -> list[Any]:
-        """Compute all layers, and return the tensors that the last layer computes."""
+        """Compute all layers, as a scan or as pipeline stages; return the last layer's computed tensors, in order.
+
+        FLOPs of all layers are counted. First dims are stored in `weights.firsts`. A tensor of the caller that layer 0
+        writes to is marked as lost.
+        """
 
         counted = [0.0, 0.0]
         constant = self._is_constant()
@@ -404,7 +440,10 @@ class BlockRun:
         order = sorted(entry)
 
         def body(states: Any, slices: Any, caches: Any = None, number: Any = None) -> Any:
-            """Run one group of layers; return the hidden states, the buffers and the caches afterwards."""
+            """Run one group of layers; return the hidden states, and for each offset its buffers and caches afterwards.
+
+            The buffers are empty dicts unless the layers are stateful. `counted` receives the group's FLOPs.
+            """
             after: list[Any] = []
             written: list[Any] = []
             with model_flops.counting() as scope:
@@ -450,13 +489,18 @@ class BlockRun:
         return results
 
     def _is_constant(self) -> bool:
-        """Return True if no gradient reaches the layers' results: neither parameters nor inputs need one."""
+        """Return True if the layers' results need no gradient: there are no parameters, and all inputs are constant."""
         return not any(self.weights.params) and is_constant([call.leaves for call in self.calls[:1]])
 
     def _scanned(self, body: Callable[..., Any], stacked: Any, states: Any) -> Any:
-        """Return the hidden states after all layers.
+        """Return the hidden states after all layers, by one `jax.lax.scan` over the groups.
 
-        The updated buffers are in `weights` afterwards, and the new arrays in the cache.
+        The remat policy applies to each group as a whole. The stacked updated buffers are in `weights` afterwards, and
+        the new arrays in the cache.
+
+        - `body`: one group of layers, as in `_run`.
+        - `stacked`: parameters and buffers for each offset.
+        - `states`: hidden states before the block.
         """
         import jax
         import jax.numpy as jnp
@@ -465,10 +509,12 @@ class BlockRun:
         run = body if policy is None else jax.checkpoint(body, policy=policy, prevent_cse=False)
 
         def step(now: Any, slices: Any) -> Any:
+            """Run one group without a cache: return its hidden states to carry, and its buffers to stack."""
             now, after, _ = run(now, slices)
             return now, after
 
         def caching(carried: Any, slices: Any) -> Any:
+            """Run one group with caches, which are carried whole together with the group's number."""
             now, number, caches = carried
             now, after, caches = run(now, slices, caches, number)
             return (now, number + 1, caches), after
@@ -490,10 +536,14 @@ class BlockRun:
     ) -> Any:
         """Return the hidden states after the block, whose layers run as the stages of a pipeline.
 
+        Updated buffers are dropped, and no cache is read.
+
         - `body`: one group of layers.
         - `counted`: FLOPs of one group, filled when `body` is traced.
         - `stacked`, `states`: stacked weights, and the hidden states before the block.
-        - `given`: the other tensors that the layers are called with, by identity.
+        - `given`: the other tensors that the layers are called with, by identity of the element.
+
+        Raises `UserError` if the layers or the batch do not fit the pipeline.
         """
         import jax
 
@@ -501,9 +551,12 @@ class BlockRun:
         policy = jax_policy(self.policy, mapped=1)
 
         def layer(now: Any, slices: Any, shared_inputs: Sequence[Any]) -> Any:
-            """Run one group of layers on the hidden state and the other inputs, and return the hidden state."""
+            """Return the hidden state after one group of layers, and count the group's FLOPs."""
 
             def one(now: Any, slices: Any, shared_inputs: Sequence[Any]) -> Any:
+                """Return the hidden state after one group, whose layers read `shared_inputs` in place of the unlinked
+                tensors.
+                """
                 self.shared_values = dict(zip(given, self.env.j2t_iso(list(shared_inputs)), strict=True))
                 try:
                     return body(now, slices)[0]
@@ -528,11 +581,12 @@ class _Outputs:
     leaves: list[Any]
     """All output leaves, with None in place of the computed ones."""
     tree: Any
+    """Structure that turns `leaves` back into the output."""
     new: list[int]
     """Numbers of the computed leaves; the others are inputs of the layer or no tensors."""
 
     def rebuild(self, computed: Sequence[Any]) -> Any:
-        """Return the output with these computed tensors."""
+        """Return the output with `computed` at the places `new`, one for each."""
         from torch.utils import _pytree
 
         leaves = list(self.leaves)
@@ -549,25 +603,26 @@ def _leaves(tree: Any) -> list[Any]:
 
 
 def _is_tensor(value: Any) -> bool:
+    """Return True for a torch tensor, also one of torchax."""
     import torch
 
     return isinstance(value, torch.Tensor)
 
 
 def tensors_of(layer: Any) -> list[Any]:
-    """List the parameters and buffers of a layer, including those of its modules."""
+    """List the parameters, then the buffers of a layer, including those of its modules; each once."""
     return [*layer.parameters(), *layer.buffers()]
 
 
 def _array(tensor: Any) -> Any:
-    """Return the JAX value of a tensor, or its stand-in."""
+    """Return the JAX value of a torchax tensor or view, or the `_Pending` of a stand-in."""
     from torchax.view import View
 
     return (tensor.torch() if isinstance(tensor, View) else tensor)._elem
 
 
 def _element(value: Any) -> Any:
-    """Return the object that identifies a tensor.
+    """Return the object that identifies a value: a tensor's element, and any other value itself.
 
     A view creates its elements at each access, so it identifies itself.
     """
@@ -575,4 +630,5 @@ def _element(value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
+    """Return True for None, numbers, texts and tuples, which are compared by value."""
     return value is None or isinstance(value, (bool, int, float, str, tuple))

@@ -14,7 +14,10 @@ Layer = Callable[[Any, Any, Sequence[Any]], Any]
 
 
 def block_words(block: Block) -> str:
-    """Return the name of a block of layers for use in sentences."""
+    """Return the name of a block of layers for use in sentences, in backticks: `model.layers`.
+
+    A part of a list keeps its slice. Groups of several layers add their length in brackets.
+    """
     if block.period > 1:
         return f"`{block.owner}` (in groups of {block.period})"
     return f"`{block.label(0).removesuffix('.*')}`"
@@ -23,12 +26,15 @@ def block_words(block: Block) -> str:
 def staged_blocks(
     blocks: Sequence[Block], pipeline: Pipeline, label: str, notes: list[str]
 ) -> dict[Block, tuple[Block, ...]]:
-    """Map each block that can be cut to its parts: the leftover layers, if they form a block, and the staged layers.
+    """Map each block that can be cut to its parts: the leftover layers, if they form a block, then the staged layers.
 
-    The block with most layers is cut into stages, and every other block that can be. `notes` receives a sentence for
-    each block that stays whole.
+    Leftover layers are the first ones of a block, which do not divide evenly into the stages. The block with most
+    layers is cut into stages, and every other block that can be. A block that stays whole is no key, and `notes`
+    receives a sentence for it.
 
-    Raises `UserError` if there is no block (with the reasons in `notes`), or if the largest block cannot be cut.
+    - `label`: name of the module in errors.
+
+    Raises `UserError` if there is no block (with the reasons in `notes`), or if the largest block has too few groups.
     """
     if not blocks:
         why = " ".join(note for note in notes if "not scanned" in note)
@@ -48,13 +54,16 @@ def staged_blocks(
 
 
 def _without_first(block: Block, count: int) -> tuple[Block, ...]:
-    """Split off the first `count` groups of a block; fewer than two groups form no block."""
+    """Return the first `count` groups and the rest of a block as two blocks.
+
+    With a `count` of 0 or 1 only the rest is returned: one group alone forms no block, and its layers run unscanned.
+    """
     rest = dataclasses.replace(block, start=block.start + count * block.period, repeats=block.repeats - count)
     return (dataclasses.replace(block, repeats=count), rest) if count > 1 else (rest,)
 
 
 def _can_be(pipeline: Pipeline, block: Block) -> bool:
-    """Return True if a block can be cut into the pipeline's stages."""
+    """Return True if a block has enough groups for the pipeline's stages and schedule."""
     try:
         check_pipeline(pipeline, block.repeats, block_words(block))
     except UserError:
@@ -73,16 +82,19 @@ def run_in_stages(
 ) -> Any:
     """Run a block as pipeline stages, and return the hidden state after it.
 
+    Leftover groups run first, outside of the stages.
+
     - `layer`: one layer, or one group of layers.
     - `stacked`, `hidden`: stacked weights, and the hidden state before the block.
     - `shared_inputs`: other tensors that every layer is called with.
     - `along`: numbers of the tensors in `shared_inputs` that belong to the batch, and are cut into microbatches with
       it.
 
-    Raises `UserError` if JAX cannot map over the layers' ops.
+    Raises `UserError` if JAX cannot map over the layers' ops, or if the microbatches do not divide the batch.
     """
 
     def run(state: Any, weights: Any) -> Any:
+        """Return the state after one layer; the tensors of the batch pass through unchanged."""
         now, *moving = state
         given = list(shared_inputs)
         for k, value in zip(along, moving, strict=True):
@@ -106,8 +118,11 @@ Firsts = dict[Block, tuple[int, ...]]
 def find_along(note: Callable[[Any], Firsts], batch: Any) -> dict[Block, tuple[int, ...]]:
     """Return, for each block, the numbers of the layers' other inputs that belong to the batch.
 
-    An input belongs to the batch if its first dim grows with the batch. `note` runs the module abstractly on a batch,
-    and returns the first dims.
+    An input belongs to the batch if its first dim equals that of the hidden state and exceeds 1. It must also change
+    when every first dim of `batch` is doubled. If no input has such a first dim, the result is an empty dict, without a
+    second run.
+
+    - `note`: function that runs the module abstractly on a batch of shapes, and returns the first dims.
     """
     import jax
 

@@ -10,7 +10,10 @@ from autoshard.program.torch.layer_remat import parse_remat
 
 
 class StepOptions(TypedDict, total=False):
-    """Options that modules and configurations share; an option that is None has its default."""
+    """Options that `from_torch` and `from_config` share; an option that is None or absent has its default.
+
+    `from_torch` describes each of them.
+    """
 
     train: bool | None
     optimizer: str | None
@@ -31,14 +34,14 @@ class StepOptions(TypedDict, total=False):
 
 
 class ModuleOptions(StepOptions, total=False):
-    """Options of `from_torch`."""
+    """Options of `from_torch`, which describes each of them."""
 
     batch_statistics: bool | None
     cast_inputs: bool | None
 
 
 class ConfigOptions(StepOptions, total=False):
-    """Options of `from_config`."""
+    """Options of `from_config`, which describes each of them."""
 
     infer: bool | None
     batch: int | None
@@ -53,9 +56,11 @@ class TrainOptions:
     """Options that turn a forward function into a training step."""
 
     optimizer: str = "adamw"
+    """Name of an optimizer of `train_step.make_optimizer`."""
     state_dtype: str = "float32"
+    """Dtype of the optimizer's moments."""
     microbatches: int = 1
-    """Parts of the batch that are computed one after another."""
+    """Parts of the batch that are computed one after another; 1 in a pipeline, which has its own microbatches."""
     gradient_groups: int = 1
     """Parts of each microbatch (of the batch in a pipeline) whose gradients are summed only after all microbatches."""
     own_loss: bool = False
@@ -71,19 +76,27 @@ class LayerForms:
     scan: bool = True
     """False leaves repeated layers unscanned."""
     attention: str = "plain"
-    """Kernel of `scaled_dot_product_attention`."""
+    """Kernel of `scaled_dot_product_attention`: `plain`, `splash`, `cudnn` or `auto`."""
     exchange: str = "auto"
-    """Exchange of attention over a split sequence."""
+    """Exchange of attention over a split sequence: `gather`, `heads`, `ring` or `auto`."""
     experts: ExpertForm | None = None
-    """Dispatch of tokens to the experts of a mixture."""
+    """Dispatch of tokens to the experts of a mixture; None for the default form."""
     capacity_factor: float | None = None
+    """Slots of an expert, as a multiple of an even share of the tokens; None for the default."""
     imbalance: float = 1.0
+    """Tokens of the busiest device of experts, relative to the mean over devices; at least 1."""
     pipeline: Pipeline | None = None
-    """Stages that the repeated layers are cut into."""
+    """Stages that the repeated layers are cut into; None for none."""
 
 
 def given_options(function: str, kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that are not None. Raises `TypeError` for one that `kind`, a `TypedDict`, does not have."""
+    """Return the options that are not None, without checks of their values.
+
+    - `function`: name of the caller in the error.
+    - `kind`: `TypedDict` of the known options.
+
+    Raises `TypeError` for an option that `kind` does not have, even if it is None.
+    """
     for name in options:
         if name not in kind.__annotations__:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
@@ -91,9 +104,11 @@ def given_options(function: str, kind: type, options: Mapping[str, Any]) -> dict
 
 
 def read_layers(given: Mapping[str, Any]) -> LayerForms:
-    """Return the forms of layers, without that of experts, which depends on the module.
+    """Return the forms of layers from given options; absent ones have the defaults of `LayerForms`.
 
-    Raises `UserError` for a remat policy or a pipeline that cannot be.
+    `experts` stays None, since that form depends on the module. One stage, or no `stages`, makes no pipeline.
+
+    Raises `UserError` for a remat policy that cannot be parsed, and for a pipeline that cannot be.
     """
     names = ("remat", "scan", "attention", "exchange", "capacity_factor", "imbalance")
     forms = LayerForms(**{name: given[name] for name in names if name in given})
@@ -103,9 +118,9 @@ def read_layers(given: Mapping[str, Any]) -> LayerForms:
 
 
 def read_training(given: Mapping[str, Any], layers: LayerForms, own_loss: bool = False) -> TrainOptions | None:
-    """Return the options of training; None for a forward pass.
+    """Return the options of training; None for a forward pass (`train` absent or false).
 
-    The microbatches of a pipeline have no backward passes of their own.
+    With a pipeline in `layers`, `microbatches` stays 1: a pipeline's microbatches have no backward passes of their own.
     """
     if not given.get("train"):
         return None

@@ -54,6 +54,7 @@ class TorchFunction:
     """A torch module as a pure function of named arrays, with repeated layers scanned.
 
     `params` and `buffers` are dicts from names to `jax.ShapeDtypeStruct`; a stacked name is `model.layers.*.mlp.w`.
+    They are final once `settle` has returned.
     """
 
     def __init__(
@@ -66,16 +67,17 @@ class TorchFunction:
         stateful: bool = False,
         mode: Callable[[Any], Any] | None = None,
     ) -> None:
-        """Find the repeated layers of `module`, and describe its arguments.
+        """Find the repeated layers of `module`, and describe its arguments; nothing is traced yet.
 
-        - `layers`: forms in which its layers are computed.
-        - `compute_dtype`: dtype to which parameters are cast where they are used; None for no cast.
+        - `layers`: forms in which its layers are computed; None for the defaults.
+        - `compute_dtype`: dtype to which floating parameters are cast where they are used; None for no cast.
         - `frozen_apart`: store parameters that need no gradient in `buffers` instead of `params`.
         - `stateful`: let the module update its buffers (running statistics); a call leaves the new ones in
           `updated_buffers`.
         - `mode`: function that puts the module into the mode in which it is traced.
 
-        Raises `UserError` if the remat policy counts out more layers than the module has, or if a choice is unknown.
+        Raises `UserError` if the remat policy counts out more layers than the module has, or if a choice is unknown. It
+        is raised too for a parameter or buffer whose values exceed 32 bits.
         """
         forms = layers or LayerForms()
         self.mode = mode
@@ -86,6 +88,7 @@ class TorchFunction:
         self.savable: dict[str, None] = {}
         """Paths of the layers' values that a remat policy may name, as recorded in the traces so far."""
         self.updated_buffers: dict[str, Any] = {}
+        """Buffers after the last call, by name, if the function is `stateful`."""
         self.may_become_stateful = False
         """True if `settle` makes a module that writes to its buffers `stateful`."""
         self.written: dict[str, None] = {}
@@ -95,20 +98,26 @@ class TorchFunction:
         self.changing: set[str] = set()
         """Names of small buffers that the module writes to, which therefore cannot be constants."""
         self.cache: Any = None
+        """`ServingCache` of the layers, or None."""
         self.staged: dict[Block, Pipeline] = {}
+        """Pipeline of each block whose layers run as stages; empty before `settle` and without a pipeline."""
         self.stacks: tuple[int, ...] = ()
         """Number of groups of each scanned block, from which pipeline stages may be formed."""
         self.along: dict[Block, tuple[int, ...]] = {}
+        """Numbers of each staged block's other input tensors that belong to the batch."""
         self.firsts: dict[Block, list[int]] = {}
+        """First dims of each block's hidden state and of its other input tensors, from the last call."""
         self.computed: dict[str, str] = {}
         """Digests of the layers' traces, by layer name, for lists whose layers trace to different computations."""
         self.compared: set[Block] = set()
         """Blocks whose layers are known to trace to the same computation."""
         blocks = find_blocks(module, trained=frozen_apart) if forms.scan and asked_segments() is None else ()
         self.layers = numbered_layers(module, blocks)
+        """Numbers of the layers that have a remat policy of their own, by name and in the module's order."""
         self.remat.check(len(self.layers))
         self.blocks: tuple[Block, ...] = split_blocks(blocks, self.remat, self.layers)
         self.notes: list[str] = []
+        """Sentences for the user on decisions of this class."""
         if not self.layers and self.remat.parts != (("none", 0),):
             self.notes.append(
                 f"remat `{forms.remat}` changes nothing: no layers were found in `{type(module).__name__}`. They are "
@@ -130,16 +139,27 @@ class TorchFunction:
         self._describe()
 
     def _describe(self) -> None:
-        """Fill `params`, `buffers` and `constants` for the present blocks."""
+        """Fill `params`, `buffers`, `constants` and the maps from their names to layers, for the present blocks.
+
+        A buffer becomes a constant if it has values, at most `_CONSTANT_ELEMENTS` elements, and is not persistent. With
+        `folds_buffers`, small persistent buffers do so too. Buffers in `changing` never do.
+
+        Raises `UserError` for a parameter (without a compute dtype) or buffer argument that 32 bits cannot represent.
+        """
         import torch
 
         self.params: dict[str, Any] = {}
+        """Shapes of the parameters by argument name; frozen ones are in `buffers` if `frozen_apart`."""
         self.frozen: set[str] = set()
         """Names of the buffers that are parameters without a gradient."""
         self.buffers: dict[str, Any] = {}
+        """Shapes of the buffers that are arguments, by argument name."""
         self.constants: dict[str, Any] = {}
+        """Host arrays of the buffers that are no arguments, by the module's own names."""
         self.members: dict[str, tuple[Block, int, str]] = {}
+        """Block, offset in a group and name inside the layer of each stacked argument, by its name."""
         self.shared: dict[str, tuple[Block, int, str]] = {}
+        """Block, offset in a group and name inside the layer of each constant that all layers of an offset use."""
         repeated: dict[str, tuple[Block, int, int, str]] = {}
         modules = dict(self.module.named_modules())
         for block in self.blocks:
@@ -184,9 +204,9 @@ class TorchFunction:
                 self._add(self.buffers, name, self._fitting("buffer", name, tensor), repeated)
 
     def _fitting(self, kind: str, name: str, tensor: Any) -> Any:
-        """Return `tensor` if a 32-bit argument can represent it.
+        """Return `tensor` itself if a 32-bit argument can represent it.
 
-        Raises `UserError` if not.
+        Raises `UserError` if not; `kind` and `name` are for its text.
         """
         reason = wide_reason(tensor)
         if reason:
@@ -197,7 +217,9 @@ class TorchFunction:
         return tensor
 
     def _is_in_all(self, block: Block, offset: int, repeat: int, key: str) -> bool:
-        """Return True if a layer's buffer has the same values in the layers of all groups."""
+        """Return True if a layer's buffer has the same values in the layers at `offset` of all groups; `repeat` is
+        unused.
+        """
         import torch
 
         layers = [self.module.get_submodule(block.layer(offset, number)) for number in range(block.repeats)]
@@ -205,9 +227,13 @@ class TorchFunction:
         return all(torch.equal(first, other) for other in others)
 
     def _add(self, kind: dict[str, Any], name: str, tensor: Any, repeated: Mapping[str, Any]) -> set[str]:
-        """Add a tensor to `kind` and return its name, in a set.
+        """Add the shape of a tensor to `kind` under its argument's name, and return that name in a set.
 
-        The first layer of a stack adds the whole stack; later layers of the stack add nothing and return an empty set.
+        The first layer of a stack adds the whole stack [repeats, ...]; later layers of it add nothing and return an
+        empty set.
+
+        - `kind`: `params` or `buffers`, changed in place.
+        - `repeated`: block, offset, group and key inside the layer, by the name of a tensor in a stack.
         """
         import jax
 
@@ -224,13 +250,18 @@ class TorchFunction:
 
     @property
     def drops_tokens(self) -> bool:
-        """True if the experts of a mixture may have no free slot for some tokens."""
+        """True if the module has experts, and their form of dispatch may have no free slot for some tokens."""
         form = self.experts or ExpertForm()
         return form.limited and any(hasattr(child, "experts") for child in self.module.modules())
 
     @contextlib.contextmanager
     def as_eager(self, wide: bool) -> Iterator[None]:
-        """Compute like eager torch while inside: in the weights' dtype, with scores in memory, for all tokens."""
+        """Compute like eager torch while inside: in the weights' dtype, with plain attention, and with slots for all
+        tokens.
+
+        The settings are restored on exit. `wide` adds computation in 64 bits; if it is False, a wide function stays
+        wide.
+        """
         names = ("compute_dtype", "attention", "experts", "capacity_factor", "wide")
         before = {name: getattr(self, name) for name in names}
         self.compute_dtype, self.attention, self.wide = None, "plain", wide or self.wide
@@ -245,9 +276,12 @@ class TorchFunction:
     def __call__(
         self, params: Mapping[str, Any], args: Any, kwargs: Any, buffers: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run the module on JAX values, and return its output as a pytree of JAX values.
+        """Run the module on JAX values, and return its output as a pytree of JAX values, as `plain` converts it.
 
-        A model output becomes a dict.
+        The FLOPs of the call are added to those of the enclosing count.
+
+        - `params`, `buffers`: arrays with the names of `self.params` and `self.buffers`.
+        - `args`, `kwargs`: arguments of the module's call, as JAX or numpy values.
         """
         with model_flops.counting() as scope:
             result = self._apply(params, args, kwargs, buffers or {}, lambda out: out)
@@ -255,11 +289,21 @@ class TorchFunction:
         return result
 
     def apply(self, params: Mapping[str, Any], args: Any, kwargs: Any, buffers: Any, then: Callable[[Any], Any]) -> Any:
-        """Run the module and then `then(output)` in torch, and return the result as a pytree of JAX values."""
+        """Run the module and then `then(output)` in torch; return that result as `plain` converts it.
+
+        The other arguments are those of `__call__`, with None for no `buffers`.
+        """
         return self._apply(params, args, kwargs, buffers or {}, then)
 
     def _apply(self, params: Any, args: Any, kwargs: Any, buffers: Any, then: Callable[[Any], Any]) -> Any:
-        """Run the module inside all patches that a trace needs, and return `then(output)` as JAX values."""
+        """Run the module inside all patches that a trace needs, and return `then(output)` as JAX values.
+
+        `written`, `assigned`, `firsts`, `savable` and, if `stateful`, `updated_buffers` describe this call afterwards.
+        In `wide` mode the call is repeated with 64-bit types enabled if they are not.
+
+        Raises `WideNumberError` if a constant needs 64 bits and the function is not `wide`, and `NotRepeatedError` if a
+        block cannot be scanned.
+        """
         import jax
         import jax.numpy as jnp
         import numpy as np
@@ -269,6 +313,7 @@ class TorchFunction:
         dtype = self.compute_dtype
 
         def prepare(weights: Any) -> Any:
+            """Cast the floating arrays of a pytree to the compute dtype, if there is one."""
             if dtype is None:
                 return weights
             return jax.tree.map(lambda w: w.astype(dtype) if jnp.issubdtype(w.dtype, jnp.floating) else w, weights)
@@ -346,7 +391,7 @@ class TorchFunction:
             return result
 
     def widen(self, reason: str, place: str = "") -> None:
-        """Compute in 64 bits from now on, and add a note that gives the reason."""
+        """Compute in 64 bits from now on, and add a note that gives the reason and its `place` in the module's code."""
         self.wide = True
         self.notes.append(
             f"The module is computed in 64 bits where torch does so, since {reason}{place}: arguments and parameters "
@@ -354,7 +399,10 @@ class TorchFunction:
         )
 
     def _widened(self, given: Any) -> Any:
-        """Cast inputs and buffers that have 64 bits in torch to 64 bits."""
+        """Return `given` with inputs, parameters and buffers that have 64 bits in torch cast to 64 bits.
+
+        - `given`: state by name, positional arguments and keyword arguments, all as JAX values.
+        """
         import jax
         import torch
         from torch.utils import _pytree
@@ -376,11 +424,11 @@ class TorchFunction:
         return (state, *_pytree.tree_unflatten(leaves, tree))
 
     def _remat_of(self, layer: str) -> Policy:
-        """Return the remat policy of a layer."""
+        """Return the remat policy of a layer by its name; an unknown name has that of layer 0."""
         return self.remat.of(self.layers.get(layer, 0))
 
     def _after(self, name: str, state: Any, layers: dict[Block, LayerWeights], env: Any) -> Any:
-        """Return the value of a buffer after the call, in the buffer's stored dtype."""
+        """Return the value of the buffer or stack of buffers `name` after the call, in its stored dtype."""
         if name in self.members:
             block, offset, key = self.members[name]
             return layers[block].buffers[offset][key].astype(self.buffers[name].dtype)
@@ -389,9 +437,16 @@ class TorchFunction:
     def settle(self, run: Callable[..., Any], batch: Any, label: str) -> None:
         """Trace `run(params, batch[, buffers])` abstractly until every remaining block can be scanned.
 
-        Each failed trace removes or splits blocks, widens to 64 bits, or turns buffers into constants.
+        Each failed trace removes or splits blocks, widens to 64 bits, computes values of sizes in the trace, or turns
+        buffers into constants. `notes` receives the reasons. Then the blocks are cut into pipeline stages, if there is
+        a pipeline.
 
-        Raises `UserError` if the module does not lower, and if its remat policy names a value that the module lacks.
+        - `run`: forward pass or loss that calls this function.
+        - `batch`: inputs as shapes.
+        - `label`: name of the module in errors.
+
+        Raises `UserError` if the module does not lower, and if its remat policy names a value that the module lacks. It
+        is raised too if the module writes to a parameter, or if the pipeline does not fit.
         """
         import jax
 
@@ -433,9 +488,11 @@ class TorchFunction:
             self._stage(self.pipeline, run, batch, label)
 
     def _writes_are_returned(self, label: str) -> bool:
-        """Return True if every write of the module to its buffers is a result of the call.
+        """Return True if no other trace is needed because of writes to buffers: all are results, or a note says that
+        they are lost.
 
-        If not, and if `may_become_stateful`, the settings change so that the next trace returns the written buffers.
+        If `may_become_stateful` and some are not, the settings change so that the next trace returns the written
+        buffers, and the result is False.
 
         Raises `UserError` if the module writes to its own parameters, since a step returns the optimizer's update of
         them.
@@ -464,7 +521,9 @@ class TorchFunction:
         return True
 
     def _fold_buffers(self) -> bool:
-        """Make small buffers constants with the values that they have in the module; return False if there are none."""
+        """Make small buffers constants with their present values, add a note, and return True; return False if there
+        are none.
+        """
         self.folds_buffers = True
         before = set(self.constants)
         self._describe()
@@ -478,9 +537,12 @@ class TorchFunction:
         return bool(names)
 
     def _stage(self, pipeline: Pipeline, run: Callable[..., Any], batch: Any, label: str) -> None:
-        """Cut the scanned blocks into pipeline stages.
+        """Cut the scanned blocks into pipeline stages, and trace once more with them.
 
-        Raises `UserError` if the largest block cannot be cut, or if there is no block.
+        `blocks`, `along` and `staged` change, and `notes` names blocks that stay whole.
+
+        Raises `UserError` if the largest block cannot be cut, or if there is no block. It is raised too if the batch
+        dims of the layers' other inputs cannot be found.
         """
         import jax
 
@@ -491,6 +553,7 @@ class TorchFunction:
         extra = (self.buffers,) if self.buffers else ()
 
         def note(given: Any) -> Firsts:
+            """Trace the module on another batch, and return the first dims of each staged block's inputs."""
             jax.eval_shape(run, self.params, given, *extra)
             return {block: tuple(self.firsts[block]) for block in staged}
 
@@ -507,15 +570,16 @@ class TorchFunction:
         jax.eval_shape(run, self.params, batch, *extra)
 
     def _give_up(self, blocks: tuple[Block, ...], reason: str) -> None:
-        """Leave the layers of `blocks` unscanned, and look for repeated layers in the lists inside these layers."""
+        """Replace `blocks` by the repeated layers of the lists inside their layers, and note the reason for each."""
         for owner in dict.fromkeys(block.owner for block in blocks):
             self.notes.append(f"The layers of `{owner}` are not scanned: {reason}.")
         self._replace(blocks, find_blocks(self.module, blocks, self.computed, self.frozen_apart))
 
     def _tell_apart(self, block: Block, computed: Mapping[str, str]) -> None:
-        """Search the list of a block again for repeated layers, since its layers compute different things.
+        """Replace the blocks of a list and of lists inside it by those of a new search, since its layers compute
+        different things.
 
-        `computed` has a digest of each layer's trace, by layer name.
+        - `computed`: digest of each layer's trace, by layer name; all digests so far count in the search.
         """
         self.computed |= computed
         others = find_blocks(self.module, computed=self.computed, trained=self.frozen_apart)
@@ -525,7 +589,10 @@ class TorchFunction:
         self._replace(old, mine)
 
     def _replace(self, old: Collection[Block], new: Collection[Block]) -> None:
-        """Replace the blocks `old` by `new`, in the order of the module, and describe the arguments again."""
+        """Replace the blocks `old` by `new`, in the order of the module, and describe the arguments again.
+
+        Blocks are split where the remat policy changes.
+        """
         order = {name: place for place, (name, _) in enumerate(self.module.named_modules())}
         remaining = [block for block in self.blocks if block not in old]
         blocks = sorted((*remaining, *new), key=lambda block: order[block.layer(0)])
@@ -535,30 +602,40 @@ class TorchFunction:
         self._describe()
 
     def values(self, dtype: str | None = None) -> dict[str, Any]:
-        """Return the module's parameters as host arrays, stacked like `params`.
+        """Return the module's parameters as host arrays, stacked and named like `params`.
 
-        The module must have real weights. `dtype` is that of the arrays, by default the parameters' own.
+        The module must have real weights. `dtype` is that of all arrays; None for the parameters' own.
         """
         own = dict(self.module.named_parameters())
         return {name: self._value(name, own, dtype) for name in self.params}
 
     def buffer_values(self) -> dict[str, Any]:
-        """Return the module's buffers as host arrays, stacked like `buffers`."""
+        """Return the module's present buffers, and its frozen parameters, as host arrays, stacked and named like
+        `buffers`.
+        """
         own = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         return {name: self._value(name, own, None) for name in self.buffers}
 
     def weights(self) -> dict[str, tuple[str, ...]]:
-        """Map each weight's name to the names of the module's tensors that it stacks, or to its own name."""
+        """Map each parameter's name, frozen ones included, to the names of the module's tensors that it stacks.
+
+        A parameter that is no stack has its own name alone.
+        """
         return {name: self._members(name) for name in (*self.params, *self.frozen)}
 
     def _members(self, name: str) -> tuple[str, ...]:
-        """Return the names of the module's tensors that the argument `name` stacks."""
+        """Return the names of the module's tensors that the argument `name` stacks, first layer first; else `name`
+        alone.
+        """
         if name not in self.members:
             return (name,)
         block, offset, key = self.members[name]
         return tuple(f"{block.layer(offset, number)}.{key}" for number in range(block.repeats))
 
     def _value(self, name: str, own: Mapping[str, Any], dtype: str | None) -> Any:
+        """Return the argument `name` as a host array, stacked from the tensors `own` by name, cast to `dtype` unless it
+        is None.
+        """
         import numpy as np
 
         arrays = [host_array(own[member]) for member in self._members(name)]
@@ -567,7 +644,10 @@ class TorchFunction:
 
 
 def _sequence_length(args: Any, kwargs: Any) -> int | None:
-    """Return the second dim of the ids [B, S] that a module is called with, or None if there are none."""
+    """Return the second dim of the first integer array [B, S] of a call, or None if there is none.
+
+    Keyword arguments are searched before positional ones.
+    """
     import jax
 
     leaves = jax.tree.leaves((kwargs, args))
@@ -576,7 +656,10 @@ def _sequence_length(args: Any, kwargs: Any) -> int | None:
 
 
 def plain(value: Any) -> Any:
-    """Convert torch outputs to pytrees of JAX values: mappings become dicts, and None entries are dropped."""
+    """Convert torch outputs to pytrees of JAX values: tensors become arrays, mappings dicts, lists tuples.
+
+    Entries that are None are dropped; any other value is returned unchanged.
+    """
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -589,12 +672,12 @@ def plain(value: Any) -> Any:
 
 
 def _own_tensors(layer: Any) -> dict[str, Any]:
-    """Return all parameters and buffers of a layer by name."""
+    """Return all parameters and buffers of a layer and its modules by name; one under several names has the first."""
     return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
 
 
 def host_array(tensor: Any) -> Any:
-    """Copy a torch tensor into a new numpy array; bfloat16 becomes the dtype of `ml_dtypes`."""
+    """Return a copy of a torch tensor on the host as a numpy array; bfloat16 becomes the dtype of `ml_dtypes`."""
     import torch
 
     value = tensor.detach().cpu().clone()
@@ -606,7 +689,7 @@ def host_array(tensor: Any) -> Any:
 
 
 def jax_dtype(dtype: Any) -> Any:
-    """Return the JAX dtype of a torch dtype, canonicalised to 32 bits unless JAX has 64 enabled."""
+    """Return the JAX dtype of a torch dtype; 64 bits become 32 unless JAX has 64 enabled."""
     import jax
     import numpy as np
 

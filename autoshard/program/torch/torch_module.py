@@ -128,7 +128,9 @@ def from_torch(
         )
 
     def cast(data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Cast float inputs to the compute dtype, but not targets."""
+        """Return `data` with float inputs cast to the compute dtype, but not targets; unchanged without one or
+        `cast_inputs`.
+        """
         if function.compute_dtype is None or not given.get("cast_inputs", True):
             return data
         fed = {key for key in data if targets is None or key.partition(".")[0] != "targets"}
@@ -140,11 +142,12 @@ def from_torch(
         }
 
     def forward(params: Any, data: Any, *buffers: Any) -> Any:
+        """Return the module's output for a batch of named arrays."""
         args, keywords, _ = rebuild(cast(data))
         return function(params, args, keywords, buffers[0] if buffers else None)
 
     def loss_of(params: Any, data: Any, *buffers: Any) -> Any:
-        """Return the loss of one batch; without a user's loss, the mean of squares of the first output."""
+        """Return the loss of one batch; without a user's loss, the fp32 mean of squares of the first output."""
         import jax.numpy as jnp
 
         if loss is None:
@@ -157,7 +160,9 @@ def from_torch(
         )
 
     def eager_call(module: Any, data: Mapping[str, Any]) -> Any:
-        """Call the module in eager torch on host arrays, and return its result or its loss."""
+        """Call the module in eager torch on host arrays, and return its result, or in training its loss as in
+        `loss_of`.
+        """
         args, keywords, wanted = rebuild({key: host_tensor(value, examples[key].dtype) for key, value in data.items()})
         out = module(*args, **keywords)
         if not train:
@@ -191,7 +196,11 @@ def from_torch(
 
 
 def _caches(module: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Return True if a model of transformers returns a cache of keys and values by default."""
+    """Return True if a model of transformers returns a cache of keys and values by default.
+
+    It has `use_cache` set in its text configuration and as an argument of `forward`. False if `kwargs` decide on a
+    cache.
+    """
     if any(key in kwargs for key in ("use_cache", "past_key_values")):
         return False
     read = getattr(getattr(module, "config", None), "get_text_config", None)
@@ -217,14 +226,20 @@ def torch_program(
 ) -> Program:
     """Trace `run(params, batch[, buffers])` into a `Program` with roles and model FLOPs; with `train`, `run` is a loss.
 
+    With `train` the program is the whole step with the optimizer; parameters and optimizer state are donated. Written
+    buffers are results too, and donated.
+
     - `function`: the traced module, settled.
     - `batch`: inputs as shapes, by name.
-    - `param_dtype`: dtype of the stored parameters; None for the module's own.
+    - `name`: name of the program.
+    - `train`: options of training; None for the forward pass.
+    - `param_dtype`: dtype of the stored floating parameters; None for the module's own.
     - `id_limit`: bound (exclusive) of the whole numbers in example inputs.
     - `tokens`: tokens of a step, if known.
     - `make_args`: function from a seed to example arguments; by default they are generated.
-    - `values`: function that returns the module's real weights.
-    - `eager`: calls of the module in eager torch, for comparison.
+    - `values`: function that returns the module's real weights for generated arguments; None for random weights.
+    - `notes`: sentences of the program, followed by those of `function`.
+    - `eager`: calls of the module in eager torch, for comparison; None for none.
 
     Raises `UserError` if the batch cannot be divided into the microbatches or gradient groups.
     """
@@ -232,6 +247,7 @@ def torch_program(
     import jax.numpy as jnp
 
     def stored(leaf: Any) -> Any:
+        """Return the shape of a parameter in its stored dtype."""
         if not param_dtype or not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
         return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(param_dtype))
@@ -242,6 +258,9 @@ def torch_program(
     updates = function.stateful and bool(function.buffers) and (train is not None or bool(function.written))
 
     def counted(*args: Any) -> Any:
+        """Run `run`, record its FLOPs, cast a float64 loss to float32, and add the updated buffers if they are
+        returned.
+        """
         with flop_counter.counting() as scope:
             result = run(*args)
         flops[:] = scope
@@ -318,9 +337,13 @@ def torch_program(
 
 
 def _note_widths(function: TorchFunction, names: Sequence[str], inputs: tuple[Any, ...], kwargs: Any) -> None:
-    """Record the dtypes and bounds of the tensors that a module is called with.
+    """Record the dtypes and bounds of the tensors of a call in `function.inputs`, keyword arguments last.
 
-    Raises `UserError` for whole numbers of more than 32 bits.
+    The first input of float64 or complex128 widens the function to 64 bits, with a note, and ends the check.
+
+    - `names`: names of `inputs`.
+
+    Raises `UserError` for whole numbers of more than 32 bits before that input.
     """
     import torch
     from torch.utils import _pytree
@@ -341,7 +364,10 @@ def _note_widths(function: TorchFunction, names: Sequence[str], inputs: tuple[An
 
 
 def _check_storages(module: Any, label: str) -> None:
-    """Raise `UserError` for two trained parameters that share elements, since a planned step would train them apart."""
+    """Raise `UserError` for two trained parameters that share elements, since a planned step would train them apart.
+
+    Ranges from first to last element are compared, so interleaved strided parameters count as sharing.
+    """
     ranges: dict[int, list[tuple[int, int, str]]] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and parameter.numel():
@@ -360,9 +386,10 @@ def _check_storages(module: Any, label: str) -> None:
 
 
 def _model_flops(count: Sequence[float], train: TrainOptions | None) -> float:
-    """Return the model FLOPs of a step.
+    """Return the model FLOPs of a step on the whole batch.
 
-    `count` is `[flops, spared]` of one forward pass on one part of the batch.
+    - `count`: FLOPs of one forward pass on one part of the batch, and those that its backward pass is spared.
+    - `train`: options of training, whose microbatches times groups are the parts; None for a forward pass.
     """
     forward, without = count
     # A backward pass has two matmuls for each forward matmul, one per operand, less those that need no gradient.
@@ -370,7 +397,15 @@ def _model_flops(count: Sequence[float], train: TrainOptions | None) -> float:
 
 
 def _check_microbatches(count: int, groups: int, batch: Mapping[str, Any], updates: bool, name: str) -> None:
-    """Raise `UserError` if a training step cannot divide its batch into `count` microbatches of `groups` groups."""
+    """Raise `UserError` if a step cannot divide its batch into `count` microbatches of `groups` groups.
+
+    Numbers below 1 are refused. With several parts, every input's first dim must be divisible by `count * groups`, and
+    no buffer may be updated.
+
+    - `batch`: inputs as shapes, by name.
+    - `updates`: True if every call changes buffers.
+    - `name`: name of the program in the error.
+    """
     if count < 1:
         raise UserError(f"{count} microbatches cannot be; 1 is the whole batch at once.")
     if groups < 1:
@@ -392,9 +427,13 @@ def _check_microbatches(count: int, groups: int, batch: Mapping[str, Any], updat
 def _with_values(
     fill: Any, function: TorchFunction, values: Any, training: bool, params: Any
 ) -> Callable[[int], tuple[Any, ...]]:
-    """Return a function of a seed that makes arguments with the module's real weights."""
+    """Return a function of a seed that makes arguments with the module's real weights and buffers.
+
+    Weights have the dtypes of `params`; batch and optimizer state are those of `fill(seed)`. `training` is unused.
+    """
 
     def make(seed: int) -> tuple[Any, ...]:
+        """Return the arguments of a seed, with the module's weights first and its buffers last."""
         arguments = list(fill(seed))
         own = values()
         arguments[0] = {key: own[key].astype(leaf.dtype) for key, leaf in params.items()}
@@ -408,9 +447,13 @@ def _with_values(
 def _roles_of(
     params: Mapping[str, Any], buffers: Mapping[str, Any], frozen: Collection[str]
 ) -> Callable[[str], Role | None]:
-    """Return a function from an argument's name to its role."""
+    """Return a function from an argument's name to its role.
+
+    Other buffers have the role `OTHER`. A name that is no weight and does not begin with `batch.` is optimizer state.
+    """
 
     def role(name: str) -> Role | None:
+        """Return the role of the argument `name`."""
         if name in params:
             return Role.PARAMETER
         if name in frozen:
@@ -427,7 +470,14 @@ def _roles_of(
 def _split_inputs(
     module: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], targets: Any
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """Return the tensors of a call as a dict of shapes, a function from such a dict to a call, and the tensors."""
+    """Return `(batch, rebuild, examples)` of a call.
+
+    - `batch`: shapes of the tensors of inputs, keyword arguments and targets, by leaf name.
+    - `rebuild`: function from such a dict of values to `(args, kwargs, targets)`; other leaves are those of this call.
+    - `examples`: the given tensors, by leaf name.
+
+    Raises `UserError` if a dim of a tensor is dynamic.
+    """
     import jax
     import torch
     from torch.utils import _pytree
@@ -451,6 +501,7 @@ def _split_inputs(
     rest = [leaf for _, leaf in flat]
 
     def rebuild(data: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+        """Return `(args, kwargs, targets)` with the tensors in `data`; targets are None if the call has none."""
         leaves = [rest[i] if key is None else data[key] for i, key in enumerate(keys)]
         given = _pytree.tree_unflatten(leaves, spec)
         wanted = given.pop("targets") if targets is not None else None
@@ -461,7 +512,7 @@ def _split_inputs(
 
 
 def _static_shape(tensor: Any, name: str) -> tuple[int, ...]:
-    """Return the shape of an input.
+    """Return the shape of the input `name`.
 
     Raises `UserError` if a dim is dynamic.
     """
@@ -474,9 +525,9 @@ def _static_shape(tensor: Any, name: str) -> tuple[int, ...]:
 
 
 def evaluation_mode(module: Any, batch_statistics: bool) -> bool:
-    """Put `module` in evaluation mode, except batch norms that use batch statistics; return True if there are such.
+    """Put `module` in evaluation mode, except batch norms if `batch_statistics`; return True if there are such.
 
-    Raises `UserError` for a batch norm with a cumulative average, which a step cannot compute.
+    Raises `UserError` for a batch norm in training mode with a cumulative average, which a step cannot compute.
     """
     module.eval()
     norms = _batch_norms(module) if batch_statistics else []
@@ -497,7 +548,7 @@ def _batch_norms(module: Any) -> list[Any]:
 
 
 def _check_dtype(name: str, text: str | None) -> None:
-    """Raise `UserError` if the option `name` is no float dtype."""
+    """Raise `UserError` if the option `name` has a text that is no float dtype; None and an empty text pass."""
     import jax.numpy as jnp
 
     try:
@@ -509,7 +560,10 @@ def _check_dtype(name: str, text: str | None) -> None:
 
 
 def _class_reading_training(module: Any) -> str | None:
-    """Return the class of a module in training mode whose own code reads that mode, or None."""
+    """Return the name of the first class whose `forward` reads `self.training` and that has a module in training mode.
+
+    Classes of torch and transformers, and those without source, are skipped. None if no class is left.
+    """
     for kind in dict.fromkeys(type(child) for child in module.modules() if child.training):
         if kind.__module__.partition(".")[0] not in ("torch", "transformers"):
             with contextlib.suppress(OSError, TypeError):  # the class has no source
@@ -519,10 +573,11 @@ def _class_reading_training(module: Any) -> str | None:
 
 
 def _has_dropout(module: Any) -> bool:
-    """Return True if a module in training mode has dropout."""
+    """Return True if the whole module is in training mode and a part of it has dropout with a probability above 0."""
     import torch
 
     def share(child: Any) -> float:
+        """Return the dropout probability of a module: a dropout layer, an RNN or multi-head attention; 0 for others."""
         if isinstance(child, torch.nn.modules.dropout._DropoutNd):
             return child.p
         return child.dropout if isinstance(child, torch.nn.RNNBase | torch.nn.MultiheadAttention) else 0.0
@@ -531,6 +586,6 @@ def _has_dropout(module: Any) -> bool:
 
 
 def _is_real(module: Any) -> bool:
-    """Return True if all parameters have values on the host."""
+    """Return True if there are parameters and all have values on the CPU."""
     tensors = [*module.parameters()]
     return bool(tensors) and all(t.device.type == "cpu" for t in tensors)

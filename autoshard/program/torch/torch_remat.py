@@ -15,9 +15,12 @@ from autoshard.program.torch_ops.torchax_environment import environment
 
 @contextlib.contextmanager
 def marking(layer: Any, names: Sequence[str], found: dict[str, None]) -> Iterator[None]:
-    """Mark the values of the torch module `layer` that `names` refer to, while inside.
+    """Mark the results of the linear layers in the torch module `layer` that `names` refer to, while inside.
 
-    Every value that a policy could name is recorded in `found`.
+    Every value that a policy could name is recorded in `found`. Names of other values in the layer are marked by the
+    code that computes them.
+
+    - `names`: paths of modules in the layer, or their ends, and names such as `input`.
     """
     hooks = [
         child.register_forward_hook(_hook(path)) for path, child in layer.named_modules() if path and multiplies(child)
@@ -31,7 +34,10 @@ def marking(layer: Any, names: Sequence[str], found: dict[str, None]) -> Iterato
 
 
 def multiplies(module: Any) -> bool:
-    """Return True if a torch module is a linear layer: a matrix and at most a bias, and no embedding table."""
+    """Return True if a torch module is a linear layer: its own parameters are a 2-D `weight` and at most one other.
+
+    Embedding tables do not count.
+    """
     import torch
 
     weight = module._parameters.get("weight")
@@ -44,13 +50,17 @@ def _hook(path: str) -> Any:
     """Return a forward hook that marks a module's result as `path`."""
 
     def after(module: Any, args: Any, out: Any) -> Any:
+        """Return the module's result, marked."""
         return mark_torch(out, path)
 
     return after
 
 
 def mark_torch(value: Any, path: str) -> Any:
-    """Mark a torch tensor that has a JAX value as `path`; return any other value unchanged."""
+    """Mark a torch tensor that has a JAX value as `path`; return any other value unchanged.
+
+    A path that no policy in effect names leaves the tensor unchanged. A tensor stored in parts is marked in place.
+    """
     import torch
 
     if not isinstance(value, torch.Tensor):
@@ -95,12 +105,16 @@ _ATTENTION = (
 
 
 def torch_contexts(policy: Policy, module: Any, marks: Mapping[str, Sequence[str]]) -> Callable[[], Any] | None:
-    """Return the `context_fn` of `torch.utils.checkpoint.checkpoint` for layers in `module`.
+    """Return the `context_fn` of `torch.utils.checkpoint.checkpoint` for layers in `module`; None for the policy
+    `none`.
 
-    `marks` maps a value's name to the modules that compute it; the default is the module of that name. The result is
-    None for the policy `none`.
+    It saves the values that the policy keeps, all matmuls without batch dims for `dots`, and recomputes the rest. The
+    policy `full` without named values recomputes everything.
 
-    Raises `UserError` if `module` does not compute a named value, or if the policy offloads a value to the host.
+    - `marks`: names of modules that compute a value, by the value's name; the default is the module of that name.
+
+    Raises `UserError` if `module` does not compute a named value, or if the policy offloads a value to the host. It is
+    raised too if `marks` has the layer's input or its context.
     """
     from torch.utils import checkpoint
 
@@ -126,7 +140,7 @@ def torch_contexts(policy: Policy, module: Any, marks: Mapping[str, Sequence[str
 
 
 def _modules(policy: Policy, module: Any, marks: Mapping[str, Sequence[str]]) -> dict[str, list[Any]]:
-    """Map each value that the policy saves to the modules that compute it.
+    """Map each value that the policy saves, other than input and context, to the modules that compute it.
 
     Raises `UserError` if no module computes a value.
     """
@@ -149,12 +163,14 @@ def _modules(policy: Policy, module: Any, marks: Mapping[str, Sequence[str]]) ->
 
 
 def _of_ops(products: bool, attention: bool) -> Callable[..., Any]:
-    """Return a policy for `create_selective_checkpoint_contexts` that decides by the op alone.
+    """Return a policy for `create_selective_checkpoint_contexts` that decides by the op alone; it recomputes other ops.
 
-    `products` saves matmuls, `attention` saves fused attention.
+    - `products`: save matmuls without batch dims.
+    - `attention`: save fused attention.
     """
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return `MUST_SAVE` or `PREFER_RECOMPUTE` for an op."""
         from torch.utils.checkpoint import CheckpointPolicy
 
         is_saved = (products and _is_product(op, args)) or (attention and _name(op) in _ATTENTION)
@@ -164,14 +180,19 @@ def _of_ops(products: bool, attention: bool) -> Callable[..., Any]:
 
 
 class _Contexts:
-    """A `context_fn` that saves the matmul results of some modules."""
+    """A `context_fn` that saves the matmul results of some modules; a policy by op decides on all other results.
+
+    Each call makes the pair of contexts for one forward pass of a layer and its recomputation.
+    """
 
     def __init__(self, modules: Mapping[str, Sequence[Any]], keeps: Callable[..., Any]) -> None:
+        """Store the modules of each value, by its name, and the policy by op."""
         self.modules, self.keeps = modules, keeps
         self.unseen = set(modules)
         """Values for which no matmul has run so far."""
 
     def __call__(self) -> tuple[Any, Any]:
+        """Return torch's contexts of a layer's forward pass and of its recomputation."""
         from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
         layer_pass = _LayerPass(self)
@@ -183,13 +204,20 @@ class _LayerPass:
     """The named modules that run at present, in one pass of one layer."""
 
     def __init__(self, owner: _Contexts) -> None:
+        """Begin a pass of a layer without running modules; `owner` has the named modules."""
         self.owner = owner
         self.thread = 0
+        """Identifier of the thread that runs the pass; calls in other threads are not recorded."""
         self.running: list[str] = []
+        """Values whose modules run at present, innermost last."""
         self.ran: set[str] = set()
+        """Values whose modules have run in this pass."""
 
     def policy(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        """Save a matmul inside a named module; leave other ops to the policy by op."""
+        """Return `MUST_SAVE` for a matmul, batched or not, inside a named module; leave other ops to the policy by op.
+
+        The value of the innermost named module is no longer unseen.
+        """
         from torch.utils.checkpoint import CheckpointPolicy
 
         if self.running and _is_product(op, args, batched=True):
@@ -198,14 +226,16 @@ class _LayerPass:
         return self.owner.keeps(ctx, op, *args, **kwargs)
 
     def hooks(self, value: str, module: Any) -> tuple[Any, Any]:
-        """Register hooks that record when `module`, which computes `value`, starts and ends."""
+        """Register hooks that record when `module`, which computes `value`, starts and ends; return their handles."""
 
         def enter(*_: Any) -> None:
+            """Record that the module starts."""
             if threading.get_ident() == self.thread:
                 self.running.append(value)
                 self.ran.add(value)
 
         def leave(*_: Any) -> None:
+            """Record that the innermost running module ends."""
             if threading.get_ident() == self.thread and self.running:
                 self.running.pop()
 
@@ -213,9 +243,13 @@ class _LayerPass:
 
 
 class _Watched:
-    """A re-entrant wrapper of one of torch's contexts that also records which modules run."""
+    """A re-entrant wrapper of one of torch's contexts that also records which modules run.
+
+    On exit without an error it warns once of each value whose module ran without a matmul.
+    """
 
     def __init__(self, layer_pass: _LayerPass, inner: Any) -> None:
+        """Wrap torch's context `inner`, which is entered and left with this one."""
         self.layer_pass, self.inner = layer_pass, inner
         self.hooks: list[Any] = []
 
@@ -240,7 +274,10 @@ class _Watched:
 
 
 def _is_product(op: Any, args: Sequence[Any], batched: bool = False) -> bool:
-    """Return True if an op multiplies matrices; with `batched`, also batches of them."""
+    """Return True if an op multiplies matrices; with `batched`, also batches of them.
+
+    Without it, a batched op counts if the first dim of its last operand is 1.
+    """
     name = _name(op)
     if name in _BATCHED:
         return batched or args[-1].shape[0] == 1

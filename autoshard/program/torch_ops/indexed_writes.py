@@ -25,7 +25,7 @@ RESHAPED = frozenset(
 
 
 def write_table() -> dict[Any, Callable[..., Any]]:
-    """Return lowerings by torch callable."""
+    """Return lowerings of scatters, index writes, `contiguous` and `detach`, by torch callable."""
     import torch
 
     aten = torch.ops.aten
@@ -36,7 +36,7 @@ def write_table() -> dict[Any, Callable[..., Any]]:
 
 
 def writers() -> dict[Any, Any]:
-    """Return torchax operators by torch operation, for writes without an out-of-place form."""
+    """Return torchax operators by torch operation: `fill_diagonal_`, `copy_` and `detach_`, which write in place."""
     import torch
 
     each: Any = torch.Tensor.fill_diagonal_  # torch would decompose it into a strided view
@@ -50,9 +50,11 @@ def writers() -> dict[Any, Any]:
 
 
 def put(x: Any, key: Any, value: Any) -> Any:
-    """Return `x` after `x[key] = value`.
+    """Return `x` after `x[key] = value`, with torch's rules for indexes; `x` itself is unchanged.
 
-    Under a traced mask, `value` is one row for all selected places, or one row for each selected place, in order.
+    A traced mask must be the first index, and the others full slices or ellipses; it becomes a select. Its `value` is
+    one row (or one element) for all selected places, or one row for each selected place, in order. Any other key is a
+    JAX scatter.
     """
     import jax.numpy as jnp
 
@@ -73,7 +75,10 @@ def put(x: Any, key: Any, value: Any) -> Any:
 
 
 def _set(x: Any, key: Any, value: Any) -> Any:
-    """Return `x` after `x[key] = value`, where `value` may have more leading dims of one element than `x[key]`."""
+    """Return `x` after `x[key] = value`, cast to the dtype of `x`.
+
+    Leading dims of one element that `value` has in addition to `x[key]` are dropped.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -92,7 +97,7 @@ def in_place(func: Any, plain: Any, of_jax: bool = False, whole: bool = False) -
 
     - `func`: the torch operation.
     - `plain`: another torch operation, or with `of_jax` a function of JAX arrays.
-    - `whole`: the result replaces the argument's array; otherwise it is copied into it.
+    - `whole`: True if the result replaces the argument's array; otherwise it is copied into it.
     """
     from torchax.ops import op_base, ops_registry
 
@@ -115,6 +120,7 @@ def reshaping(func: Any, plain: Any) -> Any:
     from torchax.tensor import Tensor
 
     def run(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Reshape `tensor` in place and return it."""
         if hasattr(tensor, "view_info"):
             raise NotImplementedError(f"`{func}` of a slice; use the operation that is not in place")
         alone = Tensor(tensor.jax(), tensor._env)  # a copy, so that `plain` gives no view of `tensor`
@@ -127,7 +133,10 @@ def reshaping(func: Any, plain: Any) -> Any:
 
 
 def index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
-    """Lower `torch.Tensor.index_put`; an index that is None selects the whole dim."""
+    """Lower `torch.Tensor.index_put`; an index that is None selects the whole dim.
+
+    With `accumulate` the values are added, and add up at repeated places unless an index is a traced mask.
+    """
     import jax.numpy as jnp
 
     key = tuple(slice(None) if each is None else each for each in indices)
@@ -137,9 +146,10 @@ def index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> An
 
 
 def fill_diagonal(x: Any, value: Any, wrap: bool = False) -> Any:
-    """Lower `torch.Tensor.fill_diagonal_` for two dims [m, n], or for more dims of one size.
+    """Lower `torch.Tensor.fill_diagonal_` for two dims [m, n], or for more dims of one size: set all-equal indexes to
+    `value`.
 
-    With `wrap` the diagonal starts again below n rows.
+    With `wrap`, the diagonal of a tall matrix starts again after each n + 1 rows.
     """
     import jax.numpy as jnp
 
@@ -150,7 +160,7 @@ def fill_diagonal(x: Any, value: Any, wrap: bool = False) -> Any:
 
 
 def copied(x: Any, source: Any, non_blocking: bool = False) -> Any:
-    """Return the array of `x` after `torch.Tensor.copy_` from a source that may have fewer dims."""
+    """Return `source` cast to the dtype and broadcast to the shape of `x`: the array after `torch.Tensor.copy_`."""
     import jax.numpy as jnp
 
     return jnp.broadcast_to(jnp.asarray(source).astype(x.dtype), x.shape)
@@ -162,16 +172,17 @@ def contiguous(x: Any, memory_format: Any = None) -> Any:
 
 
 def detach(x: Any) -> Any:
-    """Lower `torch.Tensor.detach`."""
+    """Lower `torch.Tensor.detach`: the same values without a gradient."""
     import jax
 
     return jax.lax.stop_gradient(x)
 
 
 def masked_scatter(x: Any, mask: Any, source: Any) -> Any:
-    """Return `x` with the elements of `source`, in order, where `mask` is true.
+    """Return `x` with the elements of `source`, in order, where `mask` is true; the mask broadcasts to `x`.
 
-    If the mask was broadcast along the last dim, whole rows of the source are placed.
+    If the mask was broadcast along the last dim, whole rows of the source are placed, which counts fewer places. A
+    source with too few elements is not detected: its last one repeats.
     """
     import jax.numpy as jnp
 
@@ -184,9 +195,10 @@ def masked_scatter(x: Any, mask: Any, source: Any) -> Any:
 
 
 def _in_order(hit: Any, rows: Any) -> Any:
-    """Return a row for each place of `hit` [T]: the n-th true place has the n-th row.
+    """Return a row of `rows` for each place of `hit` [T]: the n-th true place has row n, and other places arbitrary
+    rows.
 
-    Rows are found by counting the true places before each place.
+    Rows are found by counting the true places before each place. Beyond the last row, the last one repeats.
     """
     import jax.numpy as jnp
 
@@ -198,9 +210,12 @@ _IN_ORDER = {"reshape", "squeeze", "broadcast_in_dim", "copy"}
 
 
 def is_same(value: Any, other: Any, depth: int = 8) -> bool:
-    """Return True if two values of the same trace certainly have the same elements in the same order.
+    """Return True if two values of the same trace certainly have the same elements in the same order, by equal
+    equations.
 
-    `depth` limits how many equations are compared backwards.
+    False may also mean that it is unknown. Only reshapes are ignored; primitives with several results never count.
+
+    - `depth`: number of equations that are compared backwards from each value.
     """
     from jax import core
 
@@ -219,7 +234,10 @@ def is_same(value: Any, other: Any, depth: int = 8) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value before ops that only changed its shape."""
+    """Return the value before the reshapes, squeezes, copies and broadcasts that left its number of elements as it was.
+
+    The search stops at the first other primitive.
+    """
     equation = getattr(value, "parent", None)
     while equation is not None and equation.primitive.name in _IN_ORDER:
         operand = equation.in_tracers[0]
@@ -230,7 +248,7 @@ def _plain(value: Any) -> Any:
 
 
 def _is_traced_mask(value: Any) -> bool:
-    """Return True for a traced array of flags with dims."""
+    """Return True for a traced array of booleans with at least one dim."""
     from jax import core
 
     return isinstance(value, core.Tracer) and value.dtype == bool and value.ndim > 0
@@ -242,7 +260,7 @@ def _is_full(value: Any) -> bool:
 
 
 def _broadcast_last(value: Any) -> bool:
-    """Return True if a traced value is certainly constant along its last dim."""
+    """Return True if a traced value is the direct result of a broadcast along its last dim; False if unknown."""
     equation = getattr(value, "parent", None)
     if equation is None or equation.primitive.name != "broadcast_in_dim":
         return False

@@ -16,7 +16,7 @@ from autoshard.program.torch_ops.torchax_environment import environment
 
 
 def layer_table() -> dict[Any, Callable[..., Any]]:
-    """Return lowerings of layers by torch callable."""
+    """Return lowerings of attention, losses, norms and antialiased resizing, by torch callable."""
     import torch
 
     functional = torch.nn.functional
@@ -44,7 +44,14 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Lower `torch.nn.functional.scaled_dot_product_attention` for [..., heads, length, dim]."""
+    """Lower `torch.nn.functional.scaled_dot_product_attention` with an fp32 softmax.
+
+    Shapes are [..., H, S, D], [..., K, T, D], [..., K, T, E] and, for the result, [..., H, S, E]. Leading dims are
+    broadcast; unless there is exactly one, they are merged. Fewer key-value heads are shared by query heads, with or
+    without `enable_gqa`. `dropout_p` is ignored. In `attn_mask`, which broadcasts to [B, H, S, T], booleans are true
+    where a key is seen, and floats are added. With `is_causal` the first query sees the first key only, also if S and T
+    differ.
+    """
     import jax.numpy as jnp
 
     lead = jnp.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
@@ -87,9 +94,10 @@ def multi_head_attention(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> Any:
-    """Lower `torch.nn.functional.multi_head_attention_forward` for [S, B, E] or [S, E].
+    """Lower `torch.nn.functional.multi_head_attention_forward` for [S, B, E] or [S, E]; return `(result, None)`.
 
-    Attention weights are not returned.
+    Attention weights are never returned, and dropout is ignored. Boolean masks are true where a key is hidden, and
+    floats are added to the scores. `is_causal` counts only without `attn_mask`.
 
     Raises `UserError` for biases of keys and values, added zero keys and static keys.
     """
@@ -111,6 +119,7 @@ def multi_head_attention(
         key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
 
     def heads(x: Any, weight: Any, bias: Any) -> Any:
+        """Project [S, B, E] and return it by heads, [B, H, S, E / H]."""
         projected = mark(linear(x, weight, bias), "in_proj")
         return jnp.transpose(projected.reshape(*projected.shape[:2], num_heads, -1), (1, 2, 0, 3))
 
@@ -145,9 +154,13 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Lower `torch.nn.functional.cross_entropy`, with the target's logit selected by comparing ids with an iota.
+    """Lower `torch.nn.functional.cross_entropy` in fp32, with the target's logit selected by comparing ids with an
+    iota.
 
-    A gather over a split class dim would all-gather the logits; a comparison and a sum only need a reduction.
+    A gather over a split class dim would all-gather the logits; a comparison and a sum only need a reduction. The
+    result is fp32 for any dtype of `logits` [B, C, ...] or [C]. Float targets are class probabilities. The mean is over
+    the class weights of targets that are not ignored, or over all examples for probabilities. The legacy `size_average`
+    and `reduce` override `reduction`.
     """
     import jax
     import jax.numpy as jnp
@@ -181,7 +194,10 @@ def cross_entropy(
 def gaussian_nll_loss(
     x: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
 ) -> Any:
-    """Lower `torch.nn.functional.gaussian_nll_loss`, whose own code reads values to check the variance."""
+    """Lower `torch.nn.functional.gaussian_nll_loss`, whose own code reads values to check the variance.
+
+    Variances below `eps` count as `eps`, and negative ones are not refused. `var` may lack the last dim of `x`.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -197,8 +213,8 @@ def gaussian_nll_loss(
 def multilabel_margin_loss(x: Any, target: Any, reduction: int) -> Any:
     """Lower `torch.nn.functional.multilabel_margin_loss`, where the first negative label ends the labels of a row.
 
-    Also returns the flags of the labels, which torch's own gradient uses. `reduction` is 0 for none, 1 for the mean and
-    2 for the sum.
+    Returns the loss of `x` [..., C] with labels `target` [..., C], and the flags of the labels in the dtype of `x`.
+    Torch's own gradient uses these flags. `reduction` is 0 for none, 1 for the mean and 2 for the sum.
     """
     import jax.numpy as jnp
 
@@ -212,7 +228,7 @@ def multilabel_margin_loss(x: Any, target: Any, reduction: int) -> Any:
 
 
 def layer_norm(x: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
-    """Lower `torch.nn.functional.layer_norm`, with statistics in fp32."""
+    """Lower `torch.nn.functional.layer_norm` over the last dims, computed in fp32; the result has the dtype of `x`."""
     import jax
     import jax.numpy as jnp
 
@@ -228,7 +244,10 @@ def layer_norm(x: Any, normalized_shape: Any, weight: Any = None, bias: Any = No
 
 
 def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
-    """Lower `torch.nn.functional.rms_norm`, with statistics in fp32."""
+    """Lower `torch.nn.functional.rms_norm` over the last dims, computed in fp32; the result has the dtype of `x`.
+
+    Without `eps` it is the machine epsilon of the dtype of `x`.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -251,10 +270,11 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """Lower `torch.nn.functional.batch_norm` for torch tensors.
+    """Lower `torch.nn.functional.batch_norm` for torch tensors [B, C, ...], computed in fp32; the result has the dtype
+    of `x`.
 
-    In training the running statistics are updated in place. Statistics are plain means over batch and space in fp32, so
-    that a split batch needs one small all-reduce.
+    In training, or without running statistics, those of the batch are used. In training the running ones are updated in
+    place. Statistics are plain means over batch and space, so that a split batch needs one small all-reduce.
     """
     import jax
     import jax.numpy as jnp
@@ -265,6 +285,7 @@ def batch_norm(
     dims = (0, *range(2, value.ndim))
 
     def wide(vector: Any) -> Any:
+        """Return a vector [C] in fp32 that broadcasts along the channels."""
         return vector.astype(jnp.float32).reshape([-1 if i == 1 else 1 for i in range(value.ndim)])
 
     exact = value.astype(jnp.float32)
@@ -288,11 +309,15 @@ def batch_norm(
 
 
 def counted_convolution(convolution: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torchax's own convolution, or a transposed one of this module, with its FLOPs counted."""
+    """Return a function for `aten.convolution` that counts its FLOPs.
+
+    It calls torchax's own `convolution`, or for transposed ones `transposed_convolution` of this module.
+    """
 
     def run(
         x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: Any, *rest: Any
     ) -> Any:
+        """Return the convolution, and record its FLOPs."""
         if transposed:
             model_flops.record_matmul(x.shape, weight.size // weight.shape[0])
             return transposed_convolution(x, weight, bias, stride, padding, dilation, *rest)
@@ -308,7 +333,11 @@ def transposed_convolution(
 ) -> Any:
     """Compute `torch.nn.functional.conv_transpose1d` to `3d` of `x` [B, C, *sides] or [C, *sides].
 
-    `weight` is [C, D / groups, *sides], where D is the number of channels of the result.
+    - `weight`: [C, D / groups, *sides], where D is the number of channels of the result.
+    - `bias`: [D] or None.
+    - `stride`, `padding`, `dilation`, `output_padding`: one number for each side, or one for all.
+
+    Raises `ValueError` if output padding is not smaller than stride or dilation.
     """
     import jax
     import jax.numpy as jnp
@@ -350,10 +379,13 @@ def transposed_convolution(
 def resizing(method: str) -> Callable[..., Any]:
     """Return the lowering of `torch.nn.functional.interpolate(..., antialias=True)` for images [B, C, H, W].
 
+    `method` is that of `jax.image.resize`. Without a size, the scale factors give it, rounded down.
+
     The lowering raises `UserError` for aligned corners.
     """
 
     def resize(x: Any, size: Any, align_corners: bool = False, *scales: Any, **others: Any) -> Any:
+        """Return the images [..., H, W] resized to `size`, or by the scale factors if it is None."""
         import jax
 
         if align_corners:

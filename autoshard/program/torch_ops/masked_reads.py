@@ -37,16 +37,17 @@ class AnyCount:
 
 
 class MaskedRows:
-    """A stand-in for `x[mask]` with a traced mask.
+    """A stand-in for `x[mask]` with a traced mask: rows whose number is unknown during the trace.
 
-    Models compute on each row separately, or add as many other rows, and write the rows back to such places.
+    Models compute on each row separately, or add as many other rows, and write the rows back to such places. An
+    operation that could need the number of rows raises JAX's error for reading the mask.
     """
 
     def __init__(self, values: Any, mask: Any, error: Exception, counted: bool, flat: bool = False) -> None:
         """Store the rows densely.
 
-        - `values`: [..., *row], right where `mask` is true and arbitrary elsewhere.
-        - `mask`: [...] of flags.
+        - `values`: torch tensor [..., *row], right where `mask` is true and arbitrary elsewhere.
+        - `mask`: [...] of booleans.
         - `error`: JAX's error for reading the values of the mask, raised where rows cannot be used.
         - `counted`: True if code only checks the number of rows.
         - `flat`: True if the elements of all rows are in one dim.
@@ -65,7 +66,7 @@ class MaskedRows:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Apply a torch operation to each row."""
+        """Apply a torch operation to each row, as `by_row` does."""
         return by_row(func, args, kwargs or {})
 
     def numel(self) -> AnyCount:
@@ -78,7 +79,7 @@ class MaskedRows:
         return AnyCount()
 
     def view(self, *shape: Any) -> "MaskedRows":
-        """Return the rows unchanged, or flattened into one dim.
+        """Return the rows unchanged for a shape (-1, *row), or flattened into one dim for (-1,).
 
         Raises the mask's error for any other shape.
         """
@@ -91,9 +92,9 @@ class MaskedRows:
     reshape = view
 
     def __getattr__(self, name: str) -> Any:
-        """Return a tensor method that applies to each row.
+        """Return the tensor method `name`, applied to each row, if it is elementwise or a reduction.
 
-        Raises the mask's error for every other method.
+        Raises the mask's error for every other name.
         """
         import torch
 
@@ -111,14 +112,17 @@ class MaskedRows:
         return self.values.reshape(hit.shape[0], *self.values.shape[self.mask.ndim :])[order]
 
     def under(self, mask: Any) -> Any:
-        """Return values [..., *row] that have these rows, in order, where another mask is true."""
+        """Return values [..., *row] that have these rows, in order, where `mask` is true, and arbitrary rows elsewhere.
+
+        Rows are moved unless `mask` is certainly the rows' own.
+        """
         if is_same(mask, self.mask):
             return self.values.reshape(*mask.shape, *self.values.shape[self.mask.ndim :])
         return _spread(self.dense(), mask)
 
 
 def _operator(name: str) -> Callable[..., Any]:
-    """Return the method for a Python operator, which applies to each row."""
+    """Return the method `__{name}__` for a Python operator, which applies to each row."""
 
     def run(self: MaskedRows, *args: Any) -> Any:
         import torch
@@ -133,12 +137,15 @@ for _name in _OPERATORS:
 
 
 def is_same(mask: Any, other: Any) -> bool:
-    """Return True if two masks certainly have the same elements in the same order."""
+    """Return True if two torchax masks certainly have the same elements in the same order; False may mean unknown."""
     return mask is other or mask.numel() == other.numel() and indexed_writes.is_same(mask.jax(), other.jax())
 
 
 def _spread(rows: Any, mask: Any) -> Any:
-    """Return an array in which the n-th true place of `mask` has row n of `rows` [N, *row]."""
+    """Return an array [..., *row] in which the n-th true place of `mask` [...] has row n of `rows` [N, *row].
+
+    Other places have arbitrary rows, and true places beyond N the last one.
+    """
     import torch
 
     place = (torch.cumsum(mask.reshape(-1).to(torch.int32), 0) - 1).clamp(0, rows.shape[0] - 1)
@@ -146,9 +153,12 @@ def _spread(rows: Any, mask: Any) -> Any:
 
 
 def by_row(func: Any, args: Any, kwargs: Any) -> Any:
-    """Apply a torch operation to rows under a mask.
+    """Apply a torch operation to rows under a mask, and return `MaskedRows` of its result.
 
-    Raises the mask's error if the operation may mix rows.
+    Known are `_OF_ROWS`, `_ELEMENTWISE`, and `_REDUCE` over one negative dim of the row. A tensor [N, *row] among the
+    operands gives its rows in order. `masked_scatter` of rows returns a tensor.
+
+    Raises the mask's error for other operations, since they may mix rows, and for flat rows.
     """
     import torch
 
@@ -163,6 +173,7 @@ def by_row(func: Any, args: Any, kwargs: Any) -> Any:
         raise first.error
 
     def given(value: Any) -> Any:
+        """Return an operand as dense values under the first mask."""
         if isinstance(value, MaskedRows):
             return value.under(first.mask)
         if not isinstance(value, torch.Tensor) or value.ndim <= rank:
@@ -185,7 +196,10 @@ def by_row(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _scattered(x: Any, mask: Any, rows: MaskedRows) -> Any:
-    """Return `x` with the rows in order where `mask` is true; the mask was broadcast along the row's dims."""
+    """Return `x` with the rows in order where `mask` is true; the mask may be broadcast along the row's dims.
+
+    Raises the mask's error if mask and rows do not fit the shape of `x`.
+    """
     import torch
 
     own = rows.values.ndim - rows.mask.ndim
@@ -212,17 +226,20 @@ _MERGE = (*_ENCODE, "get_audio_features", "get_placeholder_mask")
 def lenient(getitem: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap torchax's `tensor[indexes]` to accept more indexes.
 
-    A slice may be bounded by a tensor of one whole number, and a traced mask gives `MaskedRows`.
+    A slice may be bounded by a tensor of one whole number. A traced mask over the first dims, with full slices as the
+    other indexes, gives `MaskedRows`; JAX's error for other traced masks is raised.
     """
     import torch
 
     def whole(index: Any) -> Any:
+        """Return an index; a slice has plain numbers in place of tensors."""
         if not isinstance(index, slice):
             return index
         bounds = (index.start, index.stop, index.step)
         return slice(*(int(each) if isinstance(each, torch.Tensor) else each for each in bounds))
 
     def run(self: Any, indexes: Any) -> Any:
+        """Return `self[indexes]`, or `MaskedRows` for a traced mask."""
         given = tuple(whole(each) for each in indexes) if isinstance(indexes, tuple) else whole(indexes)
         try:
             return getitem(self, given)
@@ -244,7 +261,7 @@ def media_in_place(module: Any) -> Iterator[None]:
     """Treat every image and video as real, and the number of text places as that of the media, while inside.
 
     Models drop images that are all zeros, which pad a batch; here all images count. Models also check the number of
-    places.
+    places. Encoding methods are wrapped in the modules' `__dict__` and restored on exit; other modules are unchanged.
     """
     changed: list[tuple[Any, str]] = []
     token = _merging.set(any(hasattr(child, name) for child in module.modules() for name in _MERGE))
@@ -277,7 +294,10 @@ def _encoding(encode: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def asks_for_padding(func: Any, args: Any) -> bool:
-    """Return True if an operation compares media with zero, to find images that only pad a batch."""
+    """Return True if `func` compares a floating tensor of over three dims with 0.0 while media are encoded.
+
+    Models do so to find images that only pad a batch.
+    """
     name = str(getattr(func, "__name__", func)).partition(".")[0]
     if not _media.get() or name not in ("eq", "__eq__") or len(args) != 2:
         return False

@@ -41,7 +41,7 @@ def edge_table() -> dict[Any, Callable[..., Any]]:
 
 
 def absolute(x: Any) -> Any:
-    """Lower `torch.abs`, whose gradient is zero at zero."""
+    """Lower `torch.abs`; the gradient of floats is zero at zero."""
     import jax.numpy as jnp
 
     return _absolute()(x) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.abs(x)
@@ -49,7 +49,7 @@ def absolute(x: Any) -> Any:
 
 @functools.cache
 def _absolute() -> Callable[[Any], Any]:
-    """Return |x| with the gradient sign(x)."""
+    """Return a function of x that computes |x| and has the gradient sign(x)."""
     import jax
     import jax.numpy as jnp
 
@@ -59,13 +59,14 @@ def _absolute() -> Callable[[Any], Any]:
 
     @found.defjvp
     def of_sign(primals: Any, tangents: Any) -> Any:
+        """Return |x| and its tangent."""
         return jnp.abs(primals[0]), tangents[0] * jnp.sign(primals[0])
 
     return found
 
 
 def _root(x: Any, power: float = 0.5) -> Any:
-    """Return `x ** power`, with a gradient of zero at zero."""
+    """Return `x ** power` for x of at least 0, with a value and a gradient of zero at zero."""
     import jax.numpy as jnp
 
     none = x == 0
@@ -74,12 +75,16 @@ def _root(x: Any, power: float = 0.5) -> Any:
 
 
 def _axes(dim: Any) -> Any:
-    """Convert the `dim` of torch's reductions to JAX's axes; an empty sequence means all dims."""
+    """Convert the `dim` of torch's reductions to JAX's axes; None and an empty sequence mean all dims."""
     return (tuple(dim) or None) if isinstance(dim, Sequence) else dim
 
 
 def vector_norm(x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
-    """Lower `torch.linalg.vector_norm` over all elements, or along `dim`."""
+    """Lower `torch.linalg.vector_norm` of order `ord` along `dim`, or over all elements if it is None or empty.
+
+    `ord` 0 counts elements that are not zero; infinities give the largest and smallest magnitude. The gradient is zero
+    where the norm is zero. With a `dtype`, `x` is cast first.
+    """
     import jax.numpy as jnp
     from torchax.ops import mappings
 
@@ -102,17 +107,17 @@ def vector_norm(x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, dt
 
 
 def distance(x: Any, y: Any, p: float = 2) -> Any:
-    """Lower `torch.dist`."""
+    """Lower `torch.dist`: the norm of order `p` of all elements of `x - y`."""
     return vector_norm(x - y, p)
 
 
 def distances(x: Any, y: Any, p: float = 2.0, compute_mode: Any = None) -> Any:
-    """Lower `torch.cdist`: [..., M, D] and [..., N, D] give [..., M, N]."""
+    """Lower `torch.cdist`: [..., M, D] and [..., N, D] give [..., M, N]; `compute_mode` is ignored."""
     return vector_norm(x[..., :, None, :] - y[..., None, :, :], p, -1)
 
 
 def pair_distances(x: Any, p: float = 2.0) -> Any:
-    """Lower `torch.pdist`: distances of all pairs of rows of [N, D], ordered by the first row."""
+    """Lower `torch.pdist`: distances [N (N - 1) / 2] of all pairs of rows of [N, D], ordered by the first row."""
     import numpy as np
 
     one, two = np.triu_indices(x.shape[0], k=1)
@@ -120,12 +125,15 @@ def pair_distances(x: Any, p: float = 2.0) -> Any:
 
 
 def std(x: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
-    """Lower `torch.std`, whose gradient is zero where all elements are equal."""
+    """Lower `torch.std` with a `correction` of 1 by default; the gradient is zero where all elements are equal."""
     return _root(variance(x, dim, correction=correction, keepdim=keepdim))
 
 
 def variance(x: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
-    """Lower `torch.var`, which is infinite or NaN if the correction leaves no element to divide by."""
+    """Lower `torch.var` with a `correction` of 1 by default, along `dim`, or over all elements if it is None or empty.
+
+    If the correction leaves no element to divide by, the result is infinite, or NaN for a variance of zero.
+    """
     import jax.numpy as jnp
 
     # A fractional correction is what jnp.var computes with too, though its type says int.
@@ -138,12 +146,15 @@ def variance(x: Any, dim: Any = None, *, correction: float | None = None, keepdi
 
 
 def variance_mean(x: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
-    """Lower `torch.var_mean`."""
+    """Lower `torch.var_mean`: return variance and mean."""
     return variance(x, dim, correction=correction, keepdim=keepdim), mean(x, dim, keepdim)
 
 
 def mean(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """Lower `torch.mean`."""
+    """Lower `torch.mean` along `dim`, or over all elements if it is None or empty.
+
+    With a `dtype`, `x` is cast first.
+    """
     import jax.numpy as jnp
     from torchax.ops import mappings
 
@@ -152,7 +163,11 @@ def mean(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -
 
 
 def covariance(x: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
-    """Lower `torch.cov` for rows of observations, [variables, observations] or [observations]."""
+    """Lower `torch.cov` for rows of variables, [variables, observations] or [observations]; return a matrix or a
+    number.
+
+    Observations count by both weights. A divisor that the correction makes negative becomes zero.
+    """
     import jax.numpy as jnp
 
     rows = x.reshape(1, -1) if x.ndim < 2 else x
@@ -166,14 +181,14 @@ def covariance(x: Any, *, correction: int = 1, fweights: Any = None, aweights: A
 
 
 def sign(x: Any) -> Any:
-    """Lower `torch.sign`."""
+    """Lower `torch.sign`; booleans are returned unchanged."""
     import jax.numpy as jnp
 
     return x if x.dtype == bool else jnp.sign(x)
 
 
 def std_mean(x: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
-    """Lower `torch.std_mean`."""
+    """Lower `torch.std_mean`: return standard deviation and mean."""
     return std(x, dim, correction=correction, keepdim=keepdim), mean(x, dim, keepdim)
 
 
@@ -192,7 +207,11 @@ def log_sigmoid(x: Any) -> Any:
 
 
 def binary_cross_entropy(x: Any, target: Any, weight: Any = None, reduction: int = 1) -> Any:
-    """Lower `torch.nn.functional.binary_cross_entropy`, with logarithms clamped to at least -100."""
+    """Lower `torch.nn.functional.binary_cross_entropy` of probabilities, with logarithms clamped to at least -100.
+
+    `reduction` is 0 for none, 1 for the mean and 2 for the sum. The mean divides by the number of elements, not by
+    weights.
+    """
     loss = _cross_entropy()(x, target)
     loss = loss if weight is None else loss * weight
     return loss if reduction == 0 else loss.mean() if reduction == 1 else loss.sum()
@@ -200,7 +219,7 @@ def binary_cross_entropy(x: Any, target: Any, weight: Any = None, reduction: int
 
 @functools.cache
 def _cross_entropy() -> Callable[[Any, Any], Any]:
-    """Return the elementwise loss with torch's bounded gradient."""
+    """Return the elementwise loss of (probabilities, targets), with torch's bounded gradient."""
     import jax
     import jax.numpy as jnp
 
@@ -211,6 +230,7 @@ def _cross_entropy() -> Callable[[Any, Any], Any]:
 
     @found.defjvp
     def bounded(primals: Any, tangents: Any) -> Any:
+        """Return the loss and its tangent, with the divisor clamped to at least 1e-12."""
         x, target = primals
         slope = (x - target) / jnp.maximum(x * (1 - x), 1e-12)
         return found(x, target), slope * tangents[0] + (jnp.log1p(-x) - jnp.log(x)) * tangents[1]
@@ -219,7 +239,10 @@ def _cross_entropy() -> Callable[[Any, Any], Any]:
 
 
 def softplus(x: Any, beta: float = 1, threshold: float = 20) -> Any:
-    """Lower `torch.nn.functional.softplus`, which is `x` itself where `beta * x` exceeds the threshold."""
+    """Lower `torch.nn.functional.softplus`, which is `x` itself where `beta * x` exceeds the threshold.
+
+    Elsewhere it is `log(1 + exp(beta * x)) / beta`.
+    """
     import jax.numpy as jnp
 
     large = x * beta > threshold
@@ -228,34 +251,37 @@ def softplus(x: Any, beta: float = 1, threshold: float = 20) -> Any:
 
 
 def trunc(x: Any) -> Any:
-    """Lower `torch.trunc`."""
+    """Lower `torch.trunc`; the dtype stays, also for whole numbers."""
     import jax.numpy as jnp
 
     return jnp.trunc(x).astype(x.dtype)
 
 
 def sgn(x: Any) -> Any:
-    """Lower `torch.sgn`."""
+    """Lower `torch.sgn`: the sign, which is `x / |x|` for complex numbers and zero at zero."""
     import jax.numpy as jnp
 
     return jnp.sign(x)
 
 
 def clamp(x: Any, min: Any = None, max: Any = None) -> Any:
-    """Lower `torch.clamp`, whose gradient at a bound is 1."""
+    """Lower `torch.clamp`, whose gradient at a bound is 1.
+
+    A bound of None does not limit, and `max` wins over `min`.
+    """
     clamped = x if min is None else clamp_min(x, min)
     return clamped if max is None else clamp_max(clamped, max)
 
 
 def clamp_min(x: Any, min: Any) -> Any:
-    """Lower `torch.clamp_min`."""
+    """Lower `torch.clamp_min`: the larger of `x` and `min`, in their promoted dtype; NaN stays."""
     import jax.numpy as jnp
 
     return jnp.where(x < min, min, x).astype(jnp.result_type(x, min))
 
 
 def clamp_max(x: Any, max: Any) -> Any:
-    """Lower `torch.clamp_max`."""
+    """Lower `torch.clamp_max`: the smaller of `x` and `max`, in their promoted dtype; NaN stays."""
     import jax.numpy as jnp
 
     return jnp.where(x > max, max, x).astype(jnp.result_type(x, max))
@@ -277,9 +303,9 @@ def math_table() -> dict[Any, Callable[..., Any]]:
 
 
 def eigh(x: Any, uplo: str = "L", compute_v: bool = True) -> Any:
-    """Lower `torch.linalg.eigh` for [..., n, n], which reads one triangle.
+    """Lower `torch.linalg.eigh` for [..., n, n], which reads one triangle; return eigenvalues and eigenvectors.
 
-    The gradient is that of the whole matrix, as in torch.
+    The gradient is that of the whole matrix, as in torch. Vectors are computed even if `compute_v` is False.
     """
     import jax
     import jax.numpy as jnp
@@ -291,7 +317,7 @@ def eigh(x: Any, uplo: str = "L", compute_v: bool = True) -> Any:
 
 
 def safe_softmax(x: Any, dim: int, dtype: Any = None) -> Any:
-    """Return a softmax that is zero where all elements along `dim` are -inf."""
+    """Lower `aten._safe_softmax`: a softmax that is zero where all elements along `dim` are -inf."""
     import jax
     import jax.numpy as jnp
 
@@ -312,7 +338,11 @@ def searchsorted(
     side: str | None = None,
     sorter: Any = None,
 ) -> Any:
-    """Lower `torch.searchsorted` for one row with all `values`, or for rows [..., N] with `values` [..., M]."""
+    """Lower `torch.searchsorted` for one row with all `values`, or for rows [..., N] with `values` [..., M].
+
+    The indices are on the left of equal elements unless `right` or `side` asks for the right. `sorter` orders the rows
+    first. `out_int32` is ignored here.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -326,7 +356,7 @@ def searchsorted(
 
 
 def bucketize(values: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False) -> Any:
-    """Lower `torch.bucketize`."""
+    """Lower `torch.bucketize`: indices of `values` in the sorted `boundaries` [N]; `out_int32` is ignored here."""
     return searchsorted(boundaries, values, right=right)
 
 

@@ -25,7 +25,7 @@ class NotDividedError(UserError):
 
 @dataclasses.dataclass(slots=True)
 class Segments:
-    """Request for segments of the torch modules that are traced, and the segments of the last module."""
+    """Request for segments of the torch modules that are traced, and the segments of the last traced module."""
 
     microbatches: int
     """Number of equal parts that inputs are cut into along their first dim; one part is traced."""
@@ -44,7 +44,9 @@ class Segments:
 
     @property
     def may_cut(self) -> list[bool]:
-        """True for each segment that a stage may start with: the first segment, or one whose module is called once."""
+        """True for each segment, in order, that a stage may start with: the first one, or one whose module is called
+        once.
+        """
         return [index == 0 or self.calls[name] == 1 for index, name in enumerate(self.names)]
 
 
@@ -66,7 +68,7 @@ def in_segments(microbatches: int) -> Iterator[Segments]:
 
 
 def asked_segments() -> Segments | None:
-    """Return the present request for segments, or None."""
+    """Return the `Segments` of the enclosing `in_segments`, or None outside of it."""
     return _asked.get()
 
 
@@ -77,7 +79,7 @@ def one_microbatch(inputs: Any, kwargs: Any, targets: Any) -> tuple[Any, Any, An
     Tensors of at least one dim are cut along their first dim. The request's `batch` becomes the first dim of the first
     tensor.
 
-    Raises `NotDividedError` if the microbatches do not divide the first dims of all tensors.
+    Raises `NotDividedError` if the first dim of a tensor is no multiple of the number of microbatches.
     """
     asked = _asked.get()
     if asked is None:
@@ -89,6 +91,7 @@ def one_microbatch(inputs: Any, kwargs: Any, targets: Any) -> tuple[Any, Any, An
     count = asked.microbatches
 
     def part(value: Any) -> Any:
+        """Return the first part of a tensor with dims, and any other value unchanged."""
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             return value
         asked.batch = asked.batch or value.shape[0]
@@ -103,13 +106,17 @@ def one_microbatch(inputs: Any, kwargs: Any, targets: Any) -> tuple[Any, Any, An
 
 
 def _near(count: int, batch: int) -> int:
-    """Return the divisor of the batch that is nearest to `count`."""
+    """Return the divisor of the batch that is nearest to `count`; of two equally near ones the smaller."""
     return min((n for n in range(1, batch + 1) if batch % n == 0), key=lambda n: (abs(n - count), n))
 
 
 @contextlib.contextmanager
 def watching(module: Any) -> Iterator[None]:
-    """Record the segments of one run of the module while inside, if segments are requested."""
+    """Record the segments of one run of the module in the request while inside; do nothing if none are requested.
+
+    Earlier records of the request are reset. A segment starts where a submodule is called after an op has run. It has
+    the name of the first named module that is called there.
+    """
     asked = _asked.get()
     if asked is None:
         yield
@@ -117,7 +124,10 @@ def watching(module: Any) -> Iterator[None]:
     asked.module, asked.names, asked.calls, asked.busy = module, [""], Counter(), False
 
     def begin(name: str) -> Any:
+        """Return the hook that runs before the module `name`."""
+
         def hook(*_: Any) -> None:
+            """Count the call, and start a segment if an op has run since the last one started."""
             asked.calls[name] += 1
             if asked.busy:
                 asked.names.append(name)
@@ -140,8 +150,9 @@ def watching(module: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def op_scope() -> Iterator[None]:
-    """Enter the scope of one torch op; a no-op inside another op, and where no segments are requested or recorded
-    yet.
+    """Enter the scope of one torch op, named by the present segment's number, while inside.
+
+    It is a no-op inside another op, and if no segments are requested or recorded yet.
     """
     asked = _asked.get()
     if asked is None or asked.inside or not asked.names:
@@ -158,6 +169,6 @@ def op_scope() -> Iterator[None]:
 
 
 def segment_of(name: str) -> int | None:
-    """Return the segment in the name of an op, or None if the op is in no segment."""
+    """Return the number of the segment in the name of an op, or None if the op is in no segment."""
     match = _FOUND.search(name)
     return int(match[1]) if match else None

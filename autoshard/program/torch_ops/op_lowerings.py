@@ -67,7 +67,9 @@ def operation_table() -> dict[Any, Callable[..., Any]]:
 
 
 def linear(x: Any, weight: Any, bias: Any = None) -> Any:
-    """Multiply `x` [..., in] by `weight` [out, in], or one row [in], without merging the leading dims."""
+    """Multiply `x` [..., in] by `weight` [out, in], or one row [in], without merging the leading dims; return [...,
+    out].
+    """
     import jax
 
     result = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (weight.ndim - 1,)), ((), ())))
@@ -76,14 +78,17 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Any:
 
 
 def take_along_dim(x: Any, indices: Any, dim: int | None = None) -> Any:
-    """Lower `torch.take_along_dim`, whose own code requires 64-bit indices."""
+    """Lower `torch.take_along_dim`, whose own code requires 64-bit indices; without `dim`, `x` is flattened."""
     import jax.numpy as jnp
 
     return jnp.take_along_axis(x, indices, axis=dim)
 
 
 def linear_parts(x: Any, weight: Any, bias: Any) -> Any:
-    """Compute several linear layers in one matmul: `x` [..., in], `weight` [in, parts, out], `bias` [parts, out]."""
+    """Return [..., parts, out]: several linear layers in one matmul.
+
+    `x` is [..., in], `weight` [in, parts, out] and `bias` [parts, out].
+    """
     import jax
 
     result = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (0,)), ((), ())))
@@ -92,7 +97,7 @@ def linear_parts(x: Any, weight: Any, bias: Any) -> Any:
 
 
 def addmm(bias: Any, x: Any, weight: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    """Return `beta * bias + alpha * (x @ weight)`."""
+    """Return `beta * bias + alpha * (x @ weight)`; a `beta` of 0 leaves out the bias, even if it is NaN."""
     result = matmul(x, weight)
     if alpha != 1:
         result = result * alpha
@@ -102,7 +107,10 @@ def addmm(bias: Any, x: Any, weight: Any, *, beta: Any = 1, alpha: Any = 1) -> A
 
 
 def matmul(x: Any, y: Any) -> Any:
-    """Lower `torch.matmul`; leading dims of both operands are batch dims and are broadcast, not merged."""
+    """Lower `torch.matmul`, and count its FLOPs.
+
+    Leading dims of both operands are batch dims and are broadcast, not merged.
+    """
     import jax.numpy as jnp
 
     result = jnp.matmul(x, y)
@@ -114,6 +122,7 @@ def grouped_mm(x: Any, weight: Any, offs: Any = None, bias: Any = None, out_dtyp
     """Lower `torch._grouped_mm`: groups of rows of `x` [rows, in] times `weight` [groups, in, out].
 
     The groups end at `offs` [groups]. Without `offs`, `x` is [groups, rows, in]. Rows beyond the last group give zeros.
+    The result has `out_dtype`, or that of the product without one.
 
     Raises `UserError` for a bias, and for groups of columns.
     """
@@ -135,7 +144,10 @@ def grouped_mm(x: Any, weight: Any, offs: Any = None, bias: Any = None, out_dtyp
 
 
 def einsum(equation: str, *operands: Any) -> Any:
-    """Lower `torch.einsum`, and count a contraction of two operands as a matmul."""
+    """Lower `torch.einsum`; operands may be one list. FLOPs are counted as a matmul's.
+
+    They are counted only for two operands and an equation with an arrow and without an ellipsis.
+    """
     import jax.numpy as jnp
 
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
@@ -186,9 +198,9 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """Lower `torch.nn.functional.embedding` without renormalisation.
+    """Lower `torch.nn.functional.embedding` without renormalisation; a negative `padding_idx` counts from the end.
 
-    Raises `UserError` for `max_norm`.
+    Raises `UserError` for `max_norm` and `scale_grad_by_freq`.
     """
     if max_norm is not None:
         raise UserError(
@@ -210,9 +222,11 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Any:
-    """Lower `torch.nn.functional.embedding_bag` without renormalisation.
+    """Lower `torch.nn.functional.embedding_bag` without renormalisation; return [B, dim].
 
-    Bags are rows of `ids` [B, N], or start at `offsets` [B] of `ids` [N]. Ids equal to `padding_idx` are ignored.
+    Bags are rows of `ids` [B, N], or start at `offsets` [B] of `ids` [N]. The last offset is only an end with
+    `include_last_offset`. Ids equal to `padding_idx` are ignored; a negative one equals none. An empty bag gives zeros
+    in each of the modes `sum`, `mean` and `max`.
 
     Raises `UserError` for `max_norm` and `scale_grad_by_freq`.
     """
@@ -233,6 +247,7 @@ def embedding_bag(
     weights = valid.astype(rows.dtype) if per_sample_weights is None else jnp.where(valid, per_sample_weights, 0)
 
     def summed(values: Any) -> Any:
+        """Return the sum of each bag's values [B, ...]."""
         return values.sum(1) if offsets is None else jax.ops.segment_sum(values, bag, count)
 
     reduced = rows if per_sample_weights is None and padding_idx is None else rows * weights[..., None]
@@ -242,7 +257,11 @@ def embedding_bag(
 
 
 def repeat_interleave(x: Any, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> Any:
-    """Lower `torch.repeat_interleave`; a fixed count becomes a broadcast and a reshape instead of a gather."""
+    """Lower `torch.repeat_interleave`; without `dim`, `x` is flattened.
+
+    A fixed count along a dim becomes a broadcast and a reshape instead of a gather. Counts that are traced need
+    `output_size`.
+    """
     import jax.numpy as jnp
 
     if dim is None or not isinstance(repeats, int):
@@ -255,9 +274,11 @@ def repeat_interleave(x: Any, repeats: Any, dim: int | None = None, *, output_si
 def arange(
     start: Any = 0, end: Any = None, step: Any = 1, *, dtype: Any = None, device: Any = None, **others: Any
 ) -> Any:
-    """Lower `torch.arange`, whose only bound may be named `end`.
+    """Lower `torch.arange`; a single bound is the end, also as the keyword `end`.
 
     Bounds may be traced if their difference is a constant.
+
+    Raises `ValueError` for a step of zero or of the wrong sign.
     """
     from jax import core
     from torchax.ops import jaten
@@ -276,10 +297,12 @@ def arange(
 def filled(value: int) -> Callable[..., Any]:
     """Return the lowering of `torch.ones`, `torch.zeros` or `torch.empty`, which fills with `value`.
 
-    The shape may be one tuple, several whole numbers, or the keyword `size`.
+    The shape may be one tuple, several whole numbers, or the keyword `size`. Without a dtype it is torch's default
+    dtype.
     """
 
     def make(*sizes: Any, size: Any = None, dtype: Any = None, **others: Any) -> Any:
+        """Return the filled array; `others`, such as the device, are ignored."""
         import jax.numpy as jnp
         import torch
 
@@ -291,7 +314,10 @@ def filled(value: int) -> Callable[..., Any]:
 
 
 def full(size: Any, fill_value: Any, *, dtype: Any = None, **others: Any) -> Any:
-    """Lower `torch.full`; without a dtype, whole numbers and booleans determine the dtype."""
+    """Lower `torch.full`; without a dtype, whole numbers and booleans determine it, else it is torch's default dtype.
+
+    A fill value that is a tensor has its own dtype.
+    """
     import jax.numpy as jnp
     import torch
 
@@ -302,7 +328,7 @@ def full(size: Any, fill_value: Any, *, dtype: Any = None, **others: Any) -> Any
 
 
 def jax_dtype_of(dtype: Any) -> Any:
-    """Return the JAX dtype of a torch dtype or a Python type."""
+    """Return the JAX dtype of a torch dtype or a Python type; 64 bits become 32 unless JAX has 64 enabled."""
     import jax
     import torch
     from torchax.ops import mappings
@@ -312,7 +338,10 @@ def jax_dtype_of(dtype: Any) -> Any:
 
 
 def _steps_after(start: Any, end: Any) -> int | None:
-    """Return the constant by which `end` exceeds `start`, both traced; None if it is unknown."""
+    """Return the constant by which `end` exceeds `start`, both traced; None if it is unknown.
+
+    It is known if `end` comes from `start` by additions of constants and casts alone.
+    """
     if end is start or getattr(end, "val", end) is getattr(start, "val", start):
         return 0
     equation = getattr(end, "parent", None)
@@ -330,7 +359,10 @@ def _steps_after(start: Any, end: Any) -> int | None:
 
 
 def unfold(x: Any, dim: int, size: int, step: int) -> Any:
-    """Lower `torch.Tensor.unfold`: windows of `dim` [..., count, ..., size], where neighbours may overlap."""
+    """Lower `torch.Tensor.unfold`: return windows [..., count, ..., size] of `dim`, which start every `step`.
+
+    Neighbours may overlap, and a rest that fills no window is left out.
+    """
     import jax.numpy as jnp
 
     count = (x.shape[dim] - size) // step + 1
@@ -339,37 +371,40 @@ def unfold(x: Any, dim: int, size: int, step: int) -> Any:
 
 
 def ceil(x: Any) -> Any:
-    """Lower `torch.ceil`."""
+    """Lower `torch.ceil`; the dtype stays, also for whole numbers."""
     import jax.numpy as jnp
 
     return jnp.ceil(x).astype(x.dtype)
 
 
 def add(x: Any, y: Any, *, alpha: Any = 1) -> Any:
-    """Return `x + alpha * y`."""
+    """Return `x + alpha * y`, in torch's promoted dtype."""
     x, y = _promoted(x, y)
     return x + (y if alpha == 1 else y * alpha)
 
 
 def sub(x: Any, y: Any, *, alpha: Any = 1) -> Any:
-    """Return `x - alpha * y`."""
+    """Return `x - alpha * y`, in torch's promoted dtype."""
     x, y = _promoted(x, y)
     return x - (y if alpha == 1 else y * alpha)
 
 
 def rsub(x: Any, y: Any, *, alpha: Any = 1) -> Any:
-    """Return `y - alpha * x`."""
+    """Return `y - alpha * x`, in torch's promoted dtype."""
     return sub(y, x, alpha=alpha)
 
 
 def mul(x: Any, y: Any) -> Any:
-    """Return `x * y`."""
+    """Return `x * y`, in torch's promoted dtype."""
     x, y = _promoted(x, y)
     return x * y
 
 
 def div(x: Any, y: Any, *, rounding_mode: str | None = None) -> Any:
-    """Return `x / y`; integers divide to floats unless a rounding mode is given."""
+    """Return `x / y`; integers divide to floats unless a rounding mode is given.
+
+    The modes are `floor`, and `trunc` towards zero.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -386,7 +421,10 @@ def div(x: Any, y: Any, *, rounding_mode: str | None = None) -> Any:
 
 
 def power(x: Any, y: Any) -> Any:
-    """Return `x ** y`; small whole exponents become multiplications, which differentiate and run better."""
+    """Return `x ** y`; whole exponents from 1 to 4 become multiplications, which differentiate and run better.
+
+    An exponent of 0.5 becomes a square root. Whole numbers to a float exponent give floats.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -401,16 +439,19 @@ def power(x: Any, y: Any) -> Any:
 
 
 def _promoted(x: Any, y: Any) -> tuple[Any, Any]:
-    """Cast operands by torch's rule that a 0-d tensor does not widen a tensor of the same kind.
+    """Cast a 0-d array to the dtype of the other operand if that has dims and is of the same kind or a higher one.
 
-    JAX follows this rule for Python numbers only.
+    Kinds are booleans, whole numbers and all others. JAX follows this rule of torch for Python numbers only, which are
+    returned unchanged.
     """
     import jax.numpy as jnp
 
     def rank(value: Any) -> int:
+        """Return the number of dims of an array, and -1 for a Python number."""
         return getattr(value, "ndim", -1)
 
     def kind(value: Any) -> int:
+        """Return 0 for booleans, 1 for whole numbers, 2 for other dtypes."""
         dtype = value.dtype
         return 0 if dtype == jnp.bool_ else 1 if jnp.issubdtype(dtype, jnp.integer) else 2
 

@@ -9,7 +9,7 @@ from autoshard.errors import UserError
 
 
 def pooling_table() -> dict[Any, Callable[..., Any]]:
-    """Return lowerings of pooling by torch callable."""
+    """Return lowerings of pooling and unpooling by torch callable, without adaptive averages."""
     import torch
 
     aten, functional = torch.ops.aten, torch.nn.functional
@@ -39,7 +39,10 @@ def avg_pool(
 ) -> Any:
     """Lower `torch.nn.functional.avg_pool1d` to `3d`, of rank 1 to 3, for [..., *sides].
 
-    `counted`: padding counts as elements of a window. `ceil`: a window may end beyond the padding.
+    - `kernel`, `stride`, `padding`: one number, or one for each side; without a stride it is the kernel.
+    - `ceil`: a window may end beyond the padding.
+    - `counted`: padding counts as elements of a window, up to its end.
+    - `divisor`: divisor of each window's sum; None for its number of elements.
     """
     import jax
     import numpy as np
@@ -76,7 +79,7 @@ def max_pool2d(
 ) -> Any:
     """Lower `torch.max_pool2d` as one window reduction, which XLA differentiates and partitions along space.
 
-    XLA has no derivative of dilated windows, so that these are gathered by index.
+    XLA has no derivative of dilated windows, so that these are gathered by index. Without a stride it is the kernel.
 
     Raises `UserError` if indices are to be returned.
     """
@@ -104,7 +107,8 @@ def max_pool_with_indices(
 ) -> Any:
     """Lower `torch.nn.functional.max_pool2d` or `3d`, of rank 2 or 3, for [..., *sides].
 
-    Returns the maxima and their flat indices. The first of equal elements wins, and the last NaN.
+    Returns the maxima and their flat indices in the sides without padding. The first of equal elements wins, and the
+    last NaN. Without a stride it is the kernel.
     """
     import jax
     import jax.numpy as jnp
@@ -115,6 +119,7 @@ def max_pool_with_indices(
     places = jnp.broadcast_to(jnp.arange(count).reshape(sides), x.shape)
 
     def larger(one: Any, other: Any) -> Any:
+        """Return the winner of two pairs (value, flat index)."""
         (value, place), (value2, place2) = one, other
         nan, nan2 = value != value, value2 != value2
         first = (value > value2) | (value == value2) & (place < place2)
@@ -134,7 +139,10 @@ def max_pool_with_indices(
 
 
 def max_unpool(x: Any, indices: Any, sizes: Sequence[int], *_: Any) -> Any:
-    """Lower `torch.nn.functional.max_unpool2d` or `3d`, which writes `x` to flat indices of zeros [..., *sizes]."""
+    """Lower `torch.nn.functional.max_unpool2d` or `3d`, which writes `x` to flat indices of zeros [..., *sizes].
+
+    Strides and padding, which follow the sizes, are ignored.
+    """
     import jax.numpy as jnp
 
     lead = x.shape[: x.ndim - len(sizes)]
@@ -144,7 +152,10 @@ def max_unpool(x: Any, indices: Any, sizes: Sequence[int], *_: Any) -> Any:
 
 
 def _geometry(rank: int, x: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool) -> dict[str, Any]:
-    """Return the arguments of `jax.lax.reduce_window` for the windows of a max pool over the last `rank` dims."""
+    """Return the arguments of `jax.lax.reduce_window` for the windows of a max pool over the last `rank` dims.
+
+    The padding ends with the last window if that ends beyond the side. `ceil` is as in `_windows`.
+    """
     window, pads, gaps = (_each(each, rank) for each in (kernel, padding, dilation))
     steps = _each(stride, rank) or window
     edges = []
@@ -163,13 +174,13 @@ def _geometry(rank: int, x: Any, kernel: Any, stride: Any, padding: Any, dilatio
 
 
 def _each(value: Any, rank: int) -> tuple[int, ...]:
-    """Return one number for each of `rank` sides; the result is empty if `value` is None or empty."""
+    """Return one number for each of `rank` sides from one number or a sequence; empty if `value` is None or empty."""
     values = () if value is None else tuple(value) if isinstance(value, Sequence) else (value,)
     return values * rank if len(values) == 1 else values
 
 
 def _lowest(dtype: Any) -> Any:
-    """Return the lowest value of a dtype as a numpy scalar."""
+    """Return the lowest value of a dtype as a numpy scalar: -inf for floats, the minimum for whole numbers."""
     import jax.numpy as jnp
     import numpy as np
 
@@ -178,7 +189,7 @@ def _lowest(dtype: Any) -> Any:
 
 
 def _windows(side: int, width: int, step: int, pad: int, ceil: bool) -> int:
-    """Return the number of windows along a side.
+    """Return the number of windows along a side, with `pad` elements on each end; only windows inside these count.
 
     With `ceil` a window may start inside the side or its front padding, and end beyond.
     """
@@ -190,11 +201,13 @@ def _windows(side: int, width: int, step: int, pad: int, ceil: bool) -> int:
 
 
 def adaptive_avg_pool(pool: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the lowering of `torch.nn.functional.adaptive_avg_pool2d` or `3d`, which is torchax's `pool` if no size is
-    zero.
+    """Return the lowering of `torch.nn.functional.adaptive_avg_pool2d` or `3d`.
+
+    It is torchax's `pool` if no size is zero, and otherwise an empty array.
     """
 
     def run(x: Any, sizes: Sequence[int]) -> Any:
+        """Return the average of each of `sizes` windows."""
         import jax.numpy as jnp
 
         return pool(x, sizes) if 0 not in sizes else jnp.zeros((*x.shape[: x.ndim - len(sizes)], *sizes), x.dtype)
@@ -205,7 +218,8 @@ def adaptive_avg_pool(pool: Callable[..., Any]) -> Callable[..., Any]:
 def adaptive_max_pool(x: Any, sizes: Sequence[int]) -> Any:
     """Lower `torch.nn.functional.adaptive_max_pool2d` or `3d` for [..., *sides].
 
-    Returns the maxima and their flat indices.
+    Returns the maxima [..., *sizes] and their flat indices; the first of equal elements wins. Both are empty if a size
+    is zero.
     """
     import jax
     import jax.numpy as jnp

@@ -10,7 +10,7 @@ from autoshard.program import model_flops
 
 
 def recurrent_table() -> dict[Any, Callable[..., Any]]:
-    """Return lowerings of recurrent layers by torch callable."""
+    """Return lowerings of LSTM, GRU and plain RNNs by torch callable; packing sequences raises `UserError`."""
     import torch
 
     return {
@@ -35,14 +35,14 @@ class Cell:
     step: Callable[[Any, Any, _States], _States]
     """Function from the gates' contributions of inputs and hidden state, both [B, gates, H], and the states."""
     own: bool = False
-    """True if the last gate treats both contributions separately.
+    """True if the last gate treats both contributions separately, as in a GRU.
 
     The inputs' contribution then has one part more: the hidden state's bias of the last gate.
     """
 
 
 def _lstm(given: Any, recurrent: Any, states: _States) -> _States:
-    """Compute one step of an LSTM; the gates are input, forget, cell and output."""
+    """Return (hidden, cell) after one step of an LSTM; the gates are input, forget, cell and output."""
     import jax
     import jax.numpy as jnp
 
@@ -53,7 +53,7 @@ def _lstm(given: Any, recurrent: Any, states: _States) -> _States:
 
 
 def _gru(given: Any, recurrent: Any, states: _States) -> _States:
-    """Compute one step of a GRU; the gates are reset, update and new."""
+    """Return the hidden state, in a tuple, after one step of a GRU; the gates are reset, update and new."""
     import jax
     import jax.numpy as jnp
 
@@ -63,9 +63,10 @@ def _gru(given: Any, recurrent: Any, states: _States) -> _States:
 
 
 def _plain(name: str) -> Callable[[Any, Any, _States], _States]:
-    """Return one step of a plain RNN with the activation `name`."""
+    """Return the step of a plain RNN with the activation `tanh` or `relu`, by `name`."""
 
     def step(given: Any, recurrent: Any, states: _States) -> _States:
+        """Return the hidden state, in a tuple, after one step."""
         import jax
         import jax.numpy as jnp
 
@@ -76,7 +77,10 @@ def _plain(name: str) -> Callable[[Any, Any, _States], _States]:
 
 
 def lstm(x: Any, states: Any, weights: Any, *others: Any) -> tuple[Any, Any, Any]:
-    """Lower `torch.lstm` on whole sequences: return the output and the last hidden and cell states [layers, B, size].
+    """Lower `torch.lstm` on whole sequences.
+
+    Returns the output and the last hidden and cell states [layers * directions, B, size]. The arguments are as in
+    `_layers`.
 
     Raises `UserError` for packed sequences.
     """
@@ -86,9 +90,13 @@ def lstm(x: Any, states: Any, weights: Any, *others: Any) -> tuple[Any, Any, Any
 
 
 def _one_state(cell: Cell) -> Callable[..., tuple[Any, Any]]:
-    """Return the lowering of a recurrence whose only state is the hidden state."""
+    """Return the lowering of a recurrence whose only state is the hidden state; it returns output and last states.
+
+    The lowering raises `UserError` for packed sequences.
+    """
 
     def run(x: Any, state: Any, weights: Any, *others: Any) -> tuple[Any, Any]:
+        """Return the outputs and the last hidden states."""
         _check(weights)
         out, (hidden,) = _layers(cell, x, (state,), weights, *others)
         return out, hidden
@@ -97,7 +105,7 @@ def _one_state(cell: Cell) -> Callable[..., tuple[Any, Any]]:
 
 
 def _check(given: Any) -> None:
-    """Raise `UserError` for a packed sequence, which has a tensor in place of a list."""
+    """Raise `UserError` for a packed sequence, which has a tensor in place of the list `given`."""
     if not isinstance(given, (list, tuple)):
         _packed()
 
@@ -119,12 +127,13 @@ def _layers(
 ) -> tuple[Any, _States]:
     """Run all layers in all directions, and return the outputs and the last states.
 
+    Outputs [S, B, directions * size], or [B, S, ...] with `batch_first`, are those of the last layer. Last states are
+    as `states`. Dropout between layers is off, as everywhere.
+
     - `x`: inputs [S, B, in], or [B, S, in] with `batch_first`.
     - `states`: first states, each [layers * directions, B, size].
     - `weights`: weights and biases of all layers in torch's order.
     - `others`: `has_biases, num_layers, dropout, train, bidirectional, batch_first`.
-
-    Dropout between layers is off, as everywhere.
     """
     import jax.numpy as jnp
 
@@ -149,7 +158,13 @@ def _layers(
 def _sequence(
     cell: Cell, x: Any, states: _States, weights: Sequence[Any], biases: bool, backwards: bool
 ) -> tuple[Any, _States]:
-    """Run one layer in one direction over `x` [S, B, in]; return hidden states [S, B, size] and the last states."""
+    """Run one layer in one direction over `x` [S, B, in]; return hidden states [S, B, size] and the last states.
+
+    Inputs of all steps are multiplied by their weights in one matmul; FLOPs of all steps are counted.
+
+    - `weights`: of inputs and of the hidden state, both biases if `biases`, and a projection if an LSTM has one.
+    - `backwards`: True to start at the last step; the hidden states stay in the order of the inputs.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -177,10 +192,16 @@ def _sequence(
 def _loop(
     cell: Cell, given: Any, states: _States, weight: Any, projection: Any, backwards: bool
 ) -> tuple[Any, _States]:
-    """Scan over the time steps, and return the hidden states of all steps and the last states."""
+    """Scan over the time steps, and return the hidden states of all steps and the last states.
+
+    - `given`: contributions of the inputs to the gates, [S, B, gates, H].
+    - `weight`: weights of the hidden state, [gates, H, size].
+    - `projection`: weight [size, H] of the hidden state after each step, or None.
+    """
     import jax
 
     def step(before: _States, now: Any) -> tuple[_States, Any]:
+        """Return the states after one step, in the dtypes of those before, and the hidden state."""
         gates = jax.lax.dot_general(before[0], weight, (((1,), (2,)), ((), ())))
         hidden, *rest = cell.step(now, gates, before)
         if projection is not None:
@@ -203,14 +224,17 @@ def _recurrence(cell: Cell, backwards: bool) -> Callable[..., tuple[Any, _States
 
     @jax.custom_vjp
     def run(given: Any, states: _States, weight: Any) -> tuple[Any, _States]:
+        """Return the hidden states of all steps and the last states."""
         return _loop(cell, given, states, weight, None, backwards)
 
     def forward(given: Any, states: _States, weight: Any) -> Any:
+        """Return the results, and the values that the backward pass needs."""
         fixed = jax.lax.stop_gradient(weight)
         results, pull = jax.vjp(lambda g, s: _loop(cell, g, s, fixed, None, backwards), given, states)
         return results, (pull, results[0], states[0])
 
     def backward(kept: Any, gradients: Any) -> Any:
+        """Return the gradients of contributions, first states and weights."""
         pull, hidden, first = kept
         of_given, of_states = pull(gradients)
         if backwards:
@@ -231,7 +255,7 @@ def torchs_own_gru(module: Any) -> Iterator[None]:
     """Restore torch's own `forward` of GRUs while inside, since that is the code with a lowering.
 
     Importing torch_xla replaces `torch.nn.GRU` by a class whose loop is over its lazy tensors, and which ends the
-    process in a trace.
+    process in a trace. Without modules of that class nothing changes.
     """
     from torch.nn.modules import rnn
 

@@ -8,7 +8,7 @@ from autoshard.program.torch_ops.op_lowerings import jax_dtype_of
 
 
 def method_table() -> dict[Any, Callable[..., Any]]:
-    """Return lowerings of methods by torch callable."""
+    """Return lowerings of `view` as a dtype, `mT` and `new_tensor`, by torch callable."""
     import torch
 
     aten = torch.ops.aten
@@ -16,14 +16,14 @@ def method_table() -> dict[Any, Callable[..., Any]]:
 
 
 def swapped(x: Any) -> Any:
-    """Lower `torch.Tensor.mT`."""
+    """Lower `torch.Tensor.mT`: [..., m, n] gives [..., n, m]."""
     import jax.numpy as jnp
 
     return jnp.swapaxes(x, -1, -2)
 
 
 def new_tensor(x: Any, data: Any, *, dtype: Any = None, **others: Any) -> Any:
-    """Lower `torch.Tensor.new_tensor`."""
+    """Lower `torch.Tensor.new_tensor`: return `data` as an array of the `dtype`, by default that of `x`."""
     import jax.numpy as jnp
 
     return jnp.asarray(data).astype(x.dtype if dtype is None else jax_dtype_of(dtype))
@@ -31,6 +31,8 @@ def new_tensor(x: Any, data: Any, *, dtype: Any = None, **others: Any) -> Any:
 
 def view_dtype(x: Any, dtype: Any) -> Any:
     """Lower `torch.Tensor.view` with a dtype: the bits are read as numbers of another dtype, along the last dim.
+
+    A smaller dtype lengthens the last dim, a larger one shortens it.
 
     Raises `UserError` for a dtype that has fewer bits here than in torch.
     """

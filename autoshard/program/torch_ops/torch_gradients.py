@@ -30,7 +30,7 @@ def follows() -> bool:
 
 
 def has_gradient(array: Any) -> bool:
-    """Return True if JAX may differentiate through an array: a tracer of floats."""
+    """Return True if JAX may differentiate through an array: a tracer of floats or complex numbers."""
     import jax.numpy as jnp
     from jax import core
 
@@ -41,7 +41,8 @@ def has_gradient(array: Any) -> bool:
 def sparing(constants: Any) -> Iterator[None]:
     """Count no backward FLOPs, while inside, for the tensors in `constants` and values computed only from them.
 
-    With None every tensor is assumed to need a gradient, and nothing is tracked.
+    `constants` is a pytree of torchax tensors, which are marked. With None every tensor is assumed to need a gradient,
+    and nothing is tracked.
     """
     mark_constant(constants)
     token = _sparing.set(constants is not None)
@@ -58,7 +59,7 @@ def mark_constant(tensors: Any) -> None:
 
 
 def is_constant(tensors: Any) -> bool:
-    """Return True if all torchax tensors in a pytree are marked as needing no gradient."""
+    """Return True if all torch tensors in a pytree are marked as needing no gradient, also if there are none."""
     return all(each.__dict__.get("_constant", False) for each in _leaves(tensors))
 
 
@@ -72,9 +73,10 @@ def _leaves(tensors: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def counted_gradients(given: Any) -> Iterator[list[Any]]:
-    """Run an operation on `given` inside; append its results to the yielded list.
+    """Count the FLOPs that the gradient of an operation on `given`, which runs inside, is spared.
 
-    The results need a gradient if an operand does.
+    The caller appends the operation's results to the yielded list. They are marked as constant if all operands are.
+    Outside of `sparing`, or with None there, nothing is counted or marked.
     """
     results: list[Any] = []
     if not _sparing.get():
@@ -101,7 +103,7 @@ def _refusing() -> Iterator[None]:
     from torch.autograd import functional
 
     def refuse(owner: Any, name: str) -> None:
-        """Replace a function of torch by one that raises outside of transforms of `torch.func`."""
+        """Replace `owner.name` by a function that raises outside of transforms of `torch.func`, until the exit."""
         before = getattr(owner, name)
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -119,7 +121,7 @@ def _refusing() -> Iterator[None]:
 
 
 def _in_transform(frame: FrameType | None) -> bool:
-    """Return True if a transform of `torch.func` calls a frame."""
+    """Return True if `frame` or one of its callers is in the module of torch's transforms (`grad`, `vjp`, ...)."""
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch._functorch.eager_transforms":
             return True
@@ -131,6 +133,8 @@ def _in_transform(frame: FrameType | None) -> bool:
 def own_gradients(env: Any) -> Iterator[None]:
     """Differentiate each `torch.autograd.Function` by its own `backward` while inside, in torchax's `env`.
 
+    Functions of torch's own checkpoint are left out: they run without recomputation.
+
     Raises `TorchGradientError` where code asks torch for other gradients.
     """
     from torch.autograd.function import Function
@@ -139,6 +143,7 @@ def own_gradients(env: Any) -> Iterator[None]:
     before = Function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a function with its own `backward`; torch's checkpoint runs the function that it was given."""
         if cls is CheckpointFunction:  # recomputation leaves gradients unchanged
             run, _, *given = args
             return run(*given)
@@ -155,33 +160,45 @@ def own_gradients(env: Any) -> Iterator[None]:
 
 
 class _Context:
-    """The `ctx` of a `torch.autograd.Function`, with the values that `forward` saves for `backward`."""
+    """The `ctx` of a `torch.autograd.Function`, with the values that `forward` saves for `backward`.
+
+    - `needed`: for each positional argument, True if it is a tensor that needs a gradient.
+    """
 
     def __init__(self, needed: tuple[bool, ...]) -> None:
+        """Store the flags, which `backward` reads as `needs_input_grad`; nothing is saved yet."""
         self.needs_input_grad = needed
         self.saved_tensors: tuple[Any, ...] = ()
         self.materialize_grads = True
 
     def save_for_backward(self, *tensors: Any) -> None:
+        """Store tensors, which `backward` reads as `saved_tensors`; an earlier call's are replaced."""
         self.saved_tensors = tensors
 
     def save_for_forward(self, *tensors: Any) -> None:
         """Ignore the tensors: they serve forward-mode derivatives, which are not used here."""
 
     def set_materialize_grads(self, value: bool) -> None:
+        """Store the flag, which is not used: a missing gradient is always None."""
         self.materialize_grads = value
 
     def mark_non_differentiable(self, *tensors: Any) -> None:
         """Ignore the tensors: `backward` returns no gradient of them."""
 
     def mark_dirty(self, *tensors: Any) -> None:
+        """Raise `NotImplementedError`, since writes in place have no lowering here."""
         raise NotImplementedError("an autograd.Function that writes in place (`mark_dirty`)")
 
 
 def _apply(env: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the results of an autograd function for torchax tensors, with its own `backward` as the derivative.
 
-    Raises `UserError` if the `backward` asks torch for gradients.
+    If no positional argument needs a gradient, or under `no_grad`, `forward` alone runs. Gradients are cast to the
+    dtypes of the inputs.
+
+    - `function`: subclass of `torch.autograd.Function`.
+
+    The derivative raises `UserError` if the `backward` asks torch for gradients.
     """
     import jax
     import torch
@@ -208,9 +225,11 @@ def _apply(env: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         return context, env.t2j_iso([outputs[i] for i in record["tensors"]])
 
     def plain(*given: Any) -> list[Any]:
+        """Return the result tensors as JAX values."""
         return forward(given)[1]
 
     def ahead(*given: Any) -> tuple[list[Any], list[Any]]:
+        """Return the results, and the tensors in the context as JAX values; `record` gets the rest of the context."""
         context, results = forward(given)
         values, record["context"] = _pytree.tree_flatten(context.__dict__)
         record["saved"] = [i for i, each in enumerate(values) if isinstance(each, torch.Tensor)]
@@ -218,7 +237,7 @@ def _apply(env: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         return results, env.t2j_iso([values[i] for i in record["saved"]])
 
     def back(saved: list[Any], gradients: list[Any]) -> tuple[Any, ...]:
-        """Run the function's `backward`, and return the gradients of the input tensors."""
+        """Run the function's `backward`, and return the gradients of the input tensors; None for one without."""
         values = list(record["held"])
         # JAX passes a loop's constants as numpy arrays, which torch would multiply in numpy.
         saved = [jax.numpy.asarray(each) for each in saved]
@@ -258,7 +277,9 @@ def _apply(env: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _run(function: Any, context: _Context, args: Any, kwargs: Any) -> Any:
-    """Run `forward` in either of the two forms that torch supports."""
+    """Return the result of `forward`, in either of the two forms that torch supports: with `context`, or with
+    `setup_context`.
+    """
     from torch.autograd.function import _SingleLevelFunction
 
     if function.setup_context is _SingleLevelFunction.setup_context:

@@ -18,7 +18,9 @@ _OLDEST = (2, 9)
 
 
 def require_torch(*others: str) -> None:
-    """Raise `UserError` if torch, torchax or one of the `others` is missing, or torch is too old."""
+    """Raise `UserError` if torch, torchax or one of the packages `others` is missing, or if torch is older than
+    `_OLDEST`.
+    """
     missing = [name for name in ("torch", "torchax", *others) if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(
@@ -34,7 +36,7 @@ def require_torch(*others: str) -> None:
 
 
 def untested_torch() -> str:
-    """Return a clause for messages if torch is newer than the tested versions, else an empty text."""
+    """Return a clause for messages if torch is newer than the tested versions, else an empty text; imports torch."""
     version = _torch_version()
     if not newer_than_tested("torch", version):
         return ""
@@ -45,7 +47,7 @@ def untested_torch() -> str:
 def importing_torchax() -> Iterator[None]:
     """Allow imports of torchax while inside, even if its tables name overloads that this torch has removed.
 
-    Raises `UserError` if torchax does not load for another reason.
+    Raises `UserError` if an `AttributeError` or `ImportError` leaves the context for another reason.
     """
     try:
         with _removed_overloads():
@@ -62,7 +64,8 @@ def importing_torchax() -> Iterator[None]:
 def _removed_overloads() -> Iterator[None]:
     """Give torchax, while inside, a placeholder for each overload that this torch lacks; it equals no operation.
 
-    torchax 0.0.13 lists overloads by attribute (`torch.ops.aten.prod.dim_Dimname`); torch 2.13 has no named tensors.
+    Code outside of torchax still gets the `AttributeError`. torchax 0.0.13 lists overloads by attribute
+    (`torch.ops.aten.prod.dim_Dimname`); torch 2.13 has no named tensors.
     """
     from torch._ops import OpOverloadPacket
 
@@ -70,6 +73,7 @@ def _removed_overloads() -> Iterator[None]:
     look_up = packet.__getattr__
 
     def lenient(self: Any, name: str) -> Any:
+        """Return the overload, or a new object if torchax asks for a removed one."""
         try:
             return look_up(self, name)
         except AttributeError:
@@ -87,6 +91,7 @@ def _removed_overloads() -> Iterator[None]:
 
 
 def _torch_version() -> str:
+    """Return the version of the installed torch, such as `2.9.1+cpu`."""
     import torch
 
     return str(torch.__version__)
@@ -107,7 +112,10 @@ def import_lean() -> None:
 
 
 def import_model_code(name: str) -> ModuleType:
-    """Import the module `name`, without unneeded packages if `import_lean` was called."""
+    """Import and return the module `name`, without unneeded packages if `import_lean` was called.
+
+    If the module needs one of these packages, it is imported with them.
+    """
     if not _lean:
         return importlib.import_module(name)
     try:
@@ -140,10 +148,11 @@ _ZEROS = 1 << 26
 
 
 def build(make: Callable[[], Any]) -> Any:
-    """Run `make()` with weights on the meta device, and return its result.
+    """Return `make()`, run with weights on the meta device.
 
-    Uninitialised and random tensors have no useful values and go to the meta device. Small tensors with computed values
-    (rotary frequencies, position ids) stay real, so that they can be constants of the program.
+    Uninitialised and random tensors have no useful values and go to the meta device. So do tensors filled with one
+    value above `_LARGE` elements, or `_ZEROS` for zeros. Small tensors with computed values (rotary frequencies,
+    position ids) stay real, so that they can be constants of the program.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -152,6 +161,8 @@ def build(make: Callable[[], Any]) -> Any:
     filled = {torch.ones: _LARGE, torch.zeros: _ZEROS, torch.full: _LARGE}
 
     class WeightsOnMeta(TorchFunctionMode):
+        """Mode of torch that redirects constructors of weights to the meta device."""
+
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = dict(kwargs or {})
             if func in shapeless or (func in filled and _elements(args, kwargs) > filled[func]):
@@ -163,7 +174,10 @@ def build(make: Callable[[], Any]) -> Any:
 
 
 def _elements(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the number of elements that a constructor such as `torch.ones` is called for."""
+    """Return the number of elements that a constructor such as `torch.ones` is called for.
+
+    The size may be a tuple or several numbers, positional or as `size`.
+    """
     size = kwargs.get("size", args[0] if args else ())
     if not isinstance(size, (tuple, list)):  # separate sizes, or one size
         size = tuple(int(a) for a in args) or (int(size),)

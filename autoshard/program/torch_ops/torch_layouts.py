@@ -19,7 +19,7 @@ _AS_THEY_LIE = frozenset({"view", "reshape", "reshape_as", "flatten", "ravel", "
 def viewed(func: Any, args: Any, kwargs: Any) -> Any:
     """Return the argument of a torch operation that its results may be views of, by the operation's schema.
 
-    The result is None if there is no such argument.
+    The result is None if there is no such argument. The argument may be of any type.
     """
     place = _place(func)
     if place is None:
@@ -30,7 +30,10 @@ def viewed(func: Any, args: Any, kwargs: Any) -> Any:
 
 @functools.cache
 def _place(func: Any) -> tuple[int, str] | None:
-    """Return position and name of the argument that an operation's results may be views of, or None."""
+    """Return position and name of the argument that an operation's results may be views of, or None.
+
+    All overloads of an operation without a fixed one are searched; writes in place do not count.
+    """
     import torch
 
     name = str(getattr(func, "__name__", func))
@@ -53,12 +56,15 @@ def _place(func: Any) -> tuple[int, str] | None:
 
 
 def is_told(tensors: list[Any]) -> bool:
-    """Return True if one of some torchax tensors is not contiguous, or may not be."""
+    """Return True if the root of one of some torchax tensors is recorded as not contiguous, or as of unknown layout."""
     return any("_layout" in root_of(each).__dict__ for each in tensors)
 
 
 def note(tensor: Any, layout: Any) -> None:
-    """Record the layout of a torchax tensor, a meta tensor; None if it is unknown."""
+    """Record `layout`, a meta tensor, as the layout of a torchax tensor; None if it is unknown.
+
+    A contiguous layout is not recorded, since it is the default.
+    """
     if layout is None or not layout.is_contiguous():
         tensor.__dict__["_layout"] = layout
 
@@ -66,7 +72,9 @@ def note(tensor: Any, layout: Any) -> None:
 def as_torch(func: Any, args: Any, kwargs: Any, parent: Any = None) -> list[tuple[bool | None, Any]] | None:
     """Return, for each result of an operation, True if torch makes it a view of `parent`, and its layout in torch.
 
-    Unknown answers are None; so is the whole result if an operand's layout is unknown.
+    The operation runs on meta tensors with the operands' layouts. The whole result is None if an operand's layout is
+    unknown or if the meta device cannot run the operation. An impossible view gives one copy with a placeholder as
+    layout.
     """
     import torch
     from torch.utils import _pytree
@@ -74,6 +82,7 @@ def as_torch(func: Any, args: Any, kwargs: Any, parent: Any = None) -> list[tupl
     layouts: dict[int, Any] = {}
 
     def layout(tensor: Any) -> Any:
+        """Return the layout of an operand, computed once."""
         return layouts.setdefault(id(tensor), layout_of(tensor))
 
     args, kwargs = _pytree.tree_map_only(torch.Tensor, layout, (args, kwargs))
@@ -97,7 +106,10 @@ def depends(func: Any) -> bool:
 
 
 def layout_of(tensor: Any) -> Any:
-    """Return the meta tensor with a tensor's strides in torch, or None if they are unknown."""
+    """Return a meta tensor with a tensor's shape, dtype and strides in torch, or None if they are unknown.
+
+    Torchax tensors without a record are contiguous; plain torch tensors have their own strides.
+    """
     import torch
 
     info = getattr(tensor, "view_info", None)

@@ -55,7 +55,10 @@ _READS = {"__getitem__", "index_select", "gather", "take_along_dim", "embedding"
 
 @contextlib.contextmanager
 def mixed_floats(on: bool) -> Iterator[None]:
-    """Allow operands of several floating dtypes, while inside and if `on`, as weights have a compute dtype."""
+    """Allow operands of several floating dtypes, while inside and if `on`, as weights have a compute dtype.
+
+    Without `on`, torch's refusals of these apply.
+    """
     token = _mixed.set(on)
     try:
         yield
@@ -69,11 +72,13 @@ class _Operand:
 
     shape: tuple[int, ...]
     dtype: Any
+    """Torch dtype that corresponds to the JAX array."""
     strides: tuple[int, ...]
+    """Strides in torch, in elements."""
     narrow: bool
     """True if JAX has 32 bits for whole numbers that may have 64 bits in torch."""
     values: bytes | None
-    """Constant indices, or None."""
+    """Constant indices as bytes of 64-bit whole numbers, or None."""
 
     @property
     def overlaps(self) -> bool:
@@ -81,19 +86,22 @@ class _Operand:
         return any(stride == 0 and size > 1 for size, stride in zip(self.shape, self.strides, strict=True))
 
     def on_meta(self, dtype: Any) -> Any:
-        """Return a tensor without elements."""
+        """Return a tensor of this shape and these strides on the meta device, without elements."""
         import torch
 
         return torch.empty_strided(self.shape, self.strides, dtype=dtype, device="meta")
 
     def alone(self, dtype: Any) -> Any:
-        """Return a zero with the same number of dims."""
+        """Return one zero on the CPU, with as many dims as the operand."""
         import torch
 
         return torch.zeros((1,) * len(self.shape), dtype=dtype)
 
     def zeros(self, dtype: Any) -> Any:
-        """Return the constant indices, or zeros."""
+        """Return the constant indices, or else zeros of this shape, on the CPU.
+
+        Above `_READ` elements, the zeros share the memory of one.
+        """
         import numpy as np
         import torch
 
@@ -106,14 +114,16 @@ class _Operand:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Outcome:
-    """Answer of torch to an operation."""
+    """Answer of torch to an operation: results, or an error, or neither if unknown."""
 
     results: tuple[tuple[tuple[int, ...], Any], ...] | None = None
     """Shape and torch dtype of each result; None if they are unknown."""
     error: BaseException | None = None
+    """Torch's error if it refuses the operation, else None."""
 
 
 _known: dict[Any, _Outcome] = {}
+"""Cached outcomes by operation, `mixed_floats` and description of the arguments; cleared at `_OUTCOMES` entries."""
 
 
 class _UnknownError(Exception):
@@ -122,6 +132,8 @@ class _UnknownError(Exception):
 
 def torch_results(func: Any, args: Any, kwargs: Any) -> tuple[tuple[tuple[int, ...], Any], ...] | None:
     """Return shape and dtype of each result of an operation in torch; None if they are unknown.
+
+    Outcomes are cached. They are unknown for arguments without a counterpart, and for mixed floating dtypes.
 
     Raises torch's own error if torch refuses the operation.
     """
@@ -141,7 +153,10 @@ def torch_results(func: Any, args: Any, kwargs: Any) -> tuple[tuple[tuple[int, .
 
 
 def refusal_of(func: Any, args: Any, kwargs: Any) -> BaseException | None:
-    """Return torch's error for an operation whose lowering failed, or None if torch computes it."""
+    """Return torch's error for an operation whose lowering failed; None if torch computes it, or if that is unknown.
+
+    The operation runs on zeros on the CPU, with up to `_COMPUTED` elements; a missing kernel of the CPU is no error.
+    """
     import torch
 
     try:
@@ -159,9 +174,10 @@ def refusal_of(func: Any, args: Any, kwargs: Any) -> BaseException | None:
 
 
 def _described(func: Any, args: Any, kwargs: Any) -> tuple[Any, list[_Operand]]:
-    """Return a hashable description of arguments, and their tensors.
+    """Return a hashable description of arguments, and the operands of the tensors in it, in order.
 
-    Raises `_UnknownError` for an argument that has no counterpart without elements.
+    Raises `_UnknownError` for an argument that has no counterpart without elements, inside transforms of `torch.func`,
+    and for operations in `_ALIGNED`.
     """
     import torch
 
@@ -174,6 +190,7 @@ def _described(func: Any, args: Any, kwargs: Any) -> tuple[Any, list[_Operand]]:
     operands: list[_Operand] = []
 
     def described(value: Any) -> Any:
+        """Return the description of one value, and collect its operands."""
         kind = type(value)
         if kind in (tuple, list, torch.Size):
             return (kind, *map(described, value))
@@ -196,7 +213,12 @@ def _described(func: Any, args: Any, kwargs: Any) -> tuple[Any, list[_Operand]]:
 
 
 def _run(func: Any, given: Any, make: Callable[[_Operand, int], Any], device: str) -> list[Any]:
-    """Run an operation with tensors from `make`, a function of operand and its number; return its tensors."""
+    """Run an operation on described arguments with tensors from `make`; return the tensors among its results.
+
+    - `given`: description of arguments.
+    - `make`: function of an operand and its number.
+    - `device`: device that replaces any device among the arguments.
+    """
     import torch
     from torch.utils import _pytree
 
@@ -211,9 +233,11 @@ def _name(func: Any) -> str:
 
 
 def _operand(tensor: Any, reads: bool, as_they_lie: bool) -> _Operand:
-    """Describe a tensor, with its constant indices if the operation `reads`.
+    """Return the description of a tensor, with its constant indices if the operation `reads`.
 
-    Raises `_UnknownError` if the operation depends on its strides and they are unknown.
+    - `as_they_lie`: True if the operation gives views or copies by the tensor's strides.
+
+    Raises `_UnknownError` for a tensor of another class, and if strides matter and are unknown.
     """
     import jax
     import torch
@@ -246,7 +270,10 @@ def _operand(tensor: Any, reads: bool, as_they_lie: bool) -> _Operand:
 
 
 def note_constant(tensor: Any, data: Any) -> None:
-    """Record the whole numbers that a torchax tensor is made of; its array may be a tracer."""
+    """Record the whole numbers `data` that a torchax tensor is made of; its array may be a tracer.
+
+    Booleans, floats, tensors and more than `_INDICES` numbers are ignored.
+    """
     import numpy as np
 
     if not isinstance(data, (int, list, tuple)) or isinstance(data, bool):
@@ -257,7 +284,9 @@ def note_constant(tensor: Any, data: Any) -> None:
 
 
 def _indices(array: Any, dtype: Any) -> bytes | None:
-    """Return the elements of a few constant whole numbers in 64 bits, or None for other tensors."""
+    """Return the elements of at most `_INDICES` constant whole numbers as bytes in 64 bits, or None for
+    other tensors.
+    """
     import numpy as np
     import torch
     from jax import core
@@ -268,12 +297,15 @@ def _indices(array: Any, dtype: Any) -> bytes | None:
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
+    """Return the strides, in elements, of a contiguous tensor of a shape."""
     return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _filled(given: Any, make: Callable[[_Operand], Any], device: str) -> Any:
-    """Return arguments from their description, with tensors from `make`, called in the order of the operands."""
+    """Return arguments from their description, with tensors from `make`, called in the order of the operands.
+
+    Any `device` becomes the given one.
+    """
     import torch
 
     if isinstance(given, _Operand):
@@ -293,7 +325,7 @@ def _filled(given: Any, make: Callable[[_Operand], Any], device: str) -> Any:
 
 
 def _numbers(given: Any) -> Iterator[int]:
-    """Yield the whole numbers in the description of arguments."""
+    """Yield the whole numbers in the description of arguments, and 1 for each other plain value."""
     if isinstance(given, tuple):
         if given[0] is None:
             yield given[2] if given[1] is int else 1
@@ -303,7 +335,10 @@ def _numbers(given: Any) -> Iterator[int]:
 
 
 def _outcome(func: Any, given: Any, operands: list[_Operand]) -> _Outcome:
-    """Return the answer of torch for the first dtypes of the operands that torch accepts, or its first refusal."""
+    """Return the answer of torch for the first dtypes of the operands that torch accepts, or else its first refusal.
+
+    Narrow operands first have 64 bits, then 32, then one of them has 32 at a time; at most eight ways are tried.
+    """
     narrow = [k for k, each in enumerate(operands) if each.narrow]
     # Whole numbers of 32 bits have 64 in torch, unless torch refuses that.
     apart = [(), tuple(narrow), *itertools.combinations(narrow, 1)][: 8 if narrow else 1]
@@ -313,20 +348,27 @@ def _outcome(func: Any, given: Any, operands: list[_Operand]) -> _Outcome:
 
 
 def _with_dtypes(func: Any, given: Any, operands: list[_Operand], apart: set[int]) -> _Outcome:
-    """Return the answer of torch where narrow operands have 64 bits, except those in `apart`."""
+    """Return the answer of torch where narrow operands have 64 bits, except those numbered in `apart`.
+
+    A refusal on the meta device is confirmed on the CPU if the operands are small. Dtypes, constant indices and writes
+    to overlapping elements are also tried on the CPU. Results are unknown for mixed floating dtypes.
+    """
     import torch
 
     mixed = _mixed.get() and len({each.dtype for each in operands if each.dtype.is_floating_point}) > 1
 
     def run(make: Callable[[_Operand, Any], Any], device: str) -> list[Any]:
+        """Run the operation on a device with tensors from `make`, a function of an operand and its dtype."""
+
         def made(each: _Operand, k: int) -> Any:
+            """Return the tensor of an operand; mixed floating dtypes become float32."""
             dtype = torch.int64 if each.narrow and k not in apart else each.dtype
             return make(each, torch.float32 if mixed and dtype.is_floating_point else dtype)
 
         return _run(func, given, made, device)
 
     def refusal(make: Callable[[_Operand, Any], Any]) -> BaseException | None:
-        """Return the error of the operation on the CPU, or None."""
+        """Return the error of the operation on the CPU, or None; a missing kernel of the CPU is no error."""
         try:
             run(make, "cpu")
         except Exception as error:
@@ -375,5 +417,5 @@ def _is_of_cpu(error: BaseException) -> bool:
 
 
 def _has_list(given: Any) -> bool:
-    """Return True if an index is a list."""
+    """Return True if the description of arguments has a list, at any depth."""
     return isinstance(given, tuple) and (given[0] is list or any(map(_has_list, given[1:])))

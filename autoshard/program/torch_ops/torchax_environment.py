@@ -36,7 +36,7 @@ _folding: contextvars.ContextVar[bool] = contextvars.ContextVar("folding", defau
 def folding(on: bool) -> Iterator[None]:
     """Compute values that follow from sizes alone at trace time, while inside and if `on`.
 
-    Code may then read these values.
+    Code may then read these values. They become constants of the program up to `_FOLDED_ELEMENTS` elements.
     """
     token = _folding.set(on)
     try:
@@ -46,15 +46,18 @@ def folding(on: bool) -> Iterator[None]:
 
 
 _Tensors = Mapping[int, Callable[[], None]]
+"""Functions without arguments by the `id` of a tensor."""
 _elsewhere: contextvars.ContextVar[_Tensors | None] = contextvars.ContextVar("elsewhere", default=None)
 
 
 @contextlib.contextmanager
 def used_elsewhere(tensors: _Tensors) -> Iterator[None]:
-    """Report each op that consumes one of some tensors while inside.
+    """Report each op that consumes one of some tensors and gives a tensor, while inside.
 
-    `tensors` maps the `id` of a tensor to the function that is called. The tensors are a module's own, for which the
-    program has arguments. An op that consumes one would make it a constant.
+    - `tensors`: function to call by the `id` of a tensor; it is called at each such op.
+
+    The tensors are a module's own, for which the program has arguments. An op that consumes one would make it a
+    constant.
     """
     token = _elsewhere.set(tensors)
     try:
@@ -81,7 +84,8 @@ def environment() -> Any:
 def _environment_type() -> type:
     """Return a subclass of torchax's environment that accepts CPU tensors created or stored by a module, as constants.
 
-    Shared elements, gradients, integer bounds and constant folding are tracked in its `dispatch`.
+    Shared elements, gradients, integer bounds and constant folding are tracked in its `dispatch`. The call also
+    replaces attributes of torchax's tensors and views for the whole process, such as `_elem`, `data` and `__setitem__`.
     """
     import jax
     import jax.numpy as jnp
@@ -93,12 +97,12 @@ def _environment_type() -> type:
     from torchax.view import View
 
     def folds(given: Any) -> bool:
-        """Return True if no tensor in a pytree has a traced array."""
+        """Return True if no torchax tensor in a pytree has a traced array, also if there is none."""
         tensors = [each for each in _pytree.tree_leaves(given) if isinstance(each, (tensor.Tensor, View))]
         return not any(isinstance(root_of(each)._elem, core.Tracer) for each in tensors)
 
     def computed(value: Any) -> Any:
-        """Return the same tensor with its values of trace time, if there are any."""
+        """Return a tensor with the values of a tensor or view at trace time if they are known, else the same object."""
         if isinstance(value, View):
             parent = computed(value.parent)
             with jax.ensure_compile_time_eval():  # the constructor computes the shape
@@ -107,12 +111,15 @@ def _environment_type() -> type:
         return tensor.Tensor(known[1], value._env) if known is not None and known[0] is value._elem else value
 
     def large(result: Any) -> bool:
-        """Return True if a result is too large to become a constant of the program."""
+        """Return True if a result has a tensor of over `_FOLDED_ELEMENTS` elements, which is no constant."""
         leaves = [leaf for leaf in _pytree.tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
         return any(leaf.numel() > _FOLDED_ELEMENTS for leaf in leaves)
 
     def note(traced: Any, result: Any) -> Any:
-        """Attach the trace-time values of `result` to the traced tensors; views read them from their parents."""
+        """Attach the trace-time values of `result` to the tensors of `traced`, and return `traced`.
+
+        Values of more than `_KNOWN_ELEMENTS` elements are dropped. Views read them from their parents.
+        """
         for each, known in zip(_pytree.tree_leaves(traced), _pytree.tree_leaves(result), strict=True):
             if isinstance(known, tensor.Tensor) and each.numel() <= _KNOWN_ELEMENTS:
                 setattr(each, "_beforehand", (each._elem, known._elem))  # noqa: B010  # no field of its class
@@ -124,14 +131,22 @@ def _environment_type() -> type:
         """torchax's environment with constant folding, shared elements, gradients and bounds of integers."""
 
         is_running = False
+        """True while an operation's lowering runs; operations of the lowering are not checked against torch."""
 
         def _to_copy(self, the_tensor: Any, new_dtype: Any, new_device: Any) -> Any:
+            """Return a copy in another dtype or on another device; a traced array stays on its device."""
             given: Any = the_tensor.torch() if isinstance(the_tensor, View) else the_tensor
             traced = isinstance(given, tensor.Tensor) and isinstance(given._elem, core.Tracer)
             return super()._to_copy(given, new_dtype, None if traced else new_device)  # tracers cannot move to the host
 
         def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-            """Run one torch operation, and record bounds, gradients and shared elements of its results."""
+            """Run one torch operation, and record bounds, gradients and shared elements of its results.
+
+            Results have torch's dtypes. Under `no_grad` gradients stop at them. Arguments are those of
+            `__torch_function__`.
+
+            Raises torch's own error if torch refuses the operation, and `ValueError` for JAX's incompatible shapes.
+            """
             try:
                 with (
                     wide_integers.bounded(func, (args, kwargs)) as bounds,
@@ -178,7 +193,10 @@ def _environment_type() -> type:
                 self.is_running = before
 
         def _asked(self, func: Any, args: Any, kwargs: Any) -> Any:
-            """Return the shapes and dtypes of torch's results for an operation that has a lowering, or None.
+            """Return the shapes and dtypes of torch's results for an operation that has a lowering, or None if they are
+            unknown.
+
+            Operations inside a lowering, copies and operations without a torchax tensor are not asked for.
 
             Raises torch's own error if torch refuses the operation.
             """
@@ -197,7 +215,7 @@ def _environment_type() -> type:
             return torch_refusals.torch_results(func, args, kwargs)
 
         def _as_asked(self, args: Any, kwargs: Any, result: Any, answer: Any) -> Any:
-            """Return the results in torch's dtypes.
+            """Return `result` with its new tensors cast to the dtypes of `answer`; unchanged without an answer.
 
             Raises `NotImplementedError` if the lowering gives other shapes.
             """
@@ -219,14 +237,16 @@ def _environment_type() -> type:
             return _pytree.tree_unflatten(leaves, tree)
 
         def _copied(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-            """Return a copy of the argument if torch makes one but torchax returned the argument itself."""
+            """Return a copy of the argument if torch makes one but torchax returned the argument itself;
+            else `result`.
+            """
             if func not in copying or result is not args[0] or not isinstance(result, tensor.Tensor):
                 return result
             layouts = torch_layouts.as_torch(func, args, kwargs, result)
             return tensor.Tensor(result.jax(), self) if layouts and layouts[0][0] is False else result
 
         def _share(self, func: Any, types: Any, args: Any, kwargs: Any, result: Any) -> None:
-            """Record which results share elements with an argument, and which are not contiguous."""
+            """Record which new results share elements with an argument, and which are not contiguous."""
             leaves = _pytree.tree_leaves((args, kwargs))
             given = [each for each in leaves if isinstance(each, (tensor.Tensor, View))]
             results = _pytree.tree_leaves(result)
@@ -247,10 +267,13 @@ def _environment_type() -> type:
                     shared_views.share(each, parent, make, is_view or not torch_layouts.depends(func))
 
         def _stopped(self, args: Any, kwargs: Any, result: Any) -> Any:
-            """Stop JAX's gradients at the results; arguments that were only written to stay as they are."""
+            """Return `result` with JAX's gradients stopped at its tensors; arguments that were only written to stay as
+            they are.
+            """
             given = {id(each) for each in _pytree.tree_leaves((args, kwargs))}
 
             def stopped(each: Any) -> Any:
+                """Return a result that shares the elements of `each`, without a gradient."""
                 if id(each) in given or not isinstance(each, (tensor.Tensor, View)):
                     return each
                 array = each.jax()
@@ -264,14 +287,18 @@ def _environment_type() -> type:
             return _pytree.tree_map(stopped, result)
 
         def _view(self, func: Any, types: Any, args: Any, kwargs: Any, parent: Any, k: int, array: Any) -> Any:
-            """Return result `k` of an operation with `array` in place of the tensor `parent`."""
+            """Return result `k` of an operation, as an array, with `array` in place of the tensor `parent`."""
             standing = tensor.Tensor(array, self)
             given = _pytree.tree_map(lambda each: standing if each is parent else each, (args, kwargs))
             with torch.enable_grad():
                 return _pytree.tree_leaves(super().dispatch(func, types, *given))[k].jax()
 
         def _folded(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-            """Run one torch operation, at trace time if folding is on and its operands are known."""
+            """Run one torch operation, at trace time if folding is on and its operands are known.
+
+            Large results are traced too, with their values attached. A comparison that looks for padding media gives
+            False.
+            """
             if any(isinstance(each, MaskedRows) for each in args):
                 return by_row(func, args, kwargs or {})
             with op_scope():
@@ -292,7 +319,10 @@ def _environment_type() -> type:
                 return note(super().dispatch(func, types, args, kwargs), result)
 
         def _get_op_or_decomp(self, func: Any) -> Any:
-            """Return torchax's operator; a write in place without one is built from its out-of-place form."""
+            """Return torchax's operator; a write in place without one is built from its out-of-place form.
+
+            Raises torchax's `OperatorNotFound` if there is neither.
+            """
             name = getattr(getattr(func, "_schema", None), "name", "").removeprefix("aten::")
             writes = name.endswith("_") and not name.startswith("_")
             plain = getattr(torch.ops.aten, name[:-1], None) if writes else None
@@ -308,12 +338,17 @@ def _environment_type() -> type:
             return indexed_writes.in_place(func, plain) if plain is not None and not operator.is_view_op else operator
 
         def _should_use_torchax_tensor(self, device: Any) -> bool:
+            """Return True if new tensors of a device are torchax's; no device counts as theirs."""
             return True if device is None else bool(super()._should_use_torchax_tensor(device))
 
         def t2j_iso(self, torchtensors: Any) -> Any:
-            """Convert torch tensors to JAX arrays; CPU tensors become constants."""
+            """Convert the torch tensors in a pytree to JAX arrays; plain CPU tensors become constants.
+
+            Raises `WideNumberError` for a 64-bit float tensor with dims during a trace in 32 bits.
+            """
 
             def wrapped(value: Any) -> Any:
+                """Return a plain CPU tensor as a constant torchax tensor, with its bound; other tensors unchanged."""
                 if isinstance(value, View) and value.numel() == 1:
                     return value.torch()  # torchax would read the value
                 if isinstance(value, (tensor.Tensor, View)) or value.device.type != "cpu":
@@ -328,10 +363,16 @@ def _environment_type() -> type:
             return super().t2j_iso(_pytree.tree_map_only(torch.Tensor, wrapped, torchtensors))
 
     def elements_of_view(self: Any) -> Any:
+        """Return the array of a view."""
         return self.jax()
 
     def put(tensor_or_view: Any, key: Any, value: Any) -> Any:
-        """Return the array of a tensor or view after a write, which may be of rows under a traced mask."""
+        """Return the array of a tensor or view after `value` is written at `key`; the tensor itself is unchanged.
+
+        The value may be rows under a traced mask.
+
+        Raises torch's own error if torch refuses the write.
+        """
         if isinstance(value, MaskedRows):
             under = key[0] if isinstance(key, tuple) else key
             mask, values = tensor_or_view._env.t2j_iso((under, value.under(under)))
@@ -348,7 +389,7 @@ def _environment_type() -> type:
             return indexed_writes.put(tensor_or_view.jax(), *env.t2j_iso(given))
 
     def known_after(tensor_or_view: Any, key: Any, value: Any) -> Any:
-        """Return the trace-time elements of a tensor after a write, or None if some are unknown."""
+        """Return the trace-time elements of a tensor, or of a view's root, after a write; None if some are unknown."""
         if not _folding.get() or not folds(_pytree.tree_map_only((tensor.Tensor, View), computed, (key, value))):
             return None
         copy = computed(tensor_or_view)
@@ -363,35 +404,42 @@ def _environment_type() -> type:
             return written
 
     def set_elements(self: Any, key: Any, value: Any) -> None:
+        """Write `value` at `key` of a tensor, and to its values of trace time."""
         known = known_after(self, key, value)
         self._elem = put(self, key, value)
         if known is not None:
             setattr(self, "_beforehand", (self._elem, known))  # noqa: B010  # no field of its class
 
     def set_elements_of_view(self: Any, key: Any, value: Any) -> None:
+        """Write `value` at `key` of a view, and to the root's values of trace time."""
         known, root = known_after(self, key, value), root_of(self)
         self.update(put(self, key, value))
         if known is not None:
             setattr(root, "_beforehand", (root._elem, known))  # noqa: B010  # no field of its class
 
     def detached(self: Any) -> Any:
+        """Return a tensor that shares the elements of `self`, without a gradient."""
         made = tensor.Tensor(jax.lax.stop_gradient(self.jax()), self._env)
         shared_views.share(made, self, jax.lax.stop_gradient, certain=True)
         return made
 
     def held_elsewhere(self: Any, other: Any) -> None:
+        """Set the elements to those of `other`, as an assignment to `data`."""
         self._elem = other.jax()
 
     def tolist(self: Any) -> Any:
+        """Return the elements of a view as nested lists, which requires known values."""
         with jax.ensure_compile_time_eval():
             return self.torch().tolist()
 
     def flatten(self: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
+        """Return the tensor with the dims from `start_dim` to `end_dim` merged; a number becomes [1]."""
         shape = tuple(self.shape) or (1,)
         first, last = start_dim % len(shape), end_dim % len(shape)
         return self.reshape(*shape[:first], math.prod(shape[first : last + 1]), *shape[last + 1 :])
 
     def type_as(self: Any, other: Any) -> Any:
+        """Return the tensor in the dtype of `other`."""
         return self.to(other.dtype)
 
     # `torch.random.fork_rng` of torch 2.13 calls this function of the device that torchax registers, with an index.

@@ -26,7 +26,7 @@ class SharedWriteError(Exception):
 
 @dataclasses.dataclass(eq=False)
 class _Link:
-    """The tensor that a view is of, and the function that makes the view.
+    """The tensor that a view is of, and the function from its array to the view's.
 
     The link is not `certain` if torch may have made a copy.
     """
@@ -45,17 +45,21 @@ class _Write:
 
     tensor: Any
     steps: Sequence[Make]
+    """Functions from the root's array to that of `tensor`, in order."""
     value: Any
     certain: bool
     error: SharedWriteError
     read: bool = False
+    """True once another tensor has read or shares the written elements; until then a further write replaces
+    this one.
+    """
 
 
 def share(tensor: Any, parent: Any, make: Make, certain: bool) -> None:
     """Record that a new torchax `tensor` shares the elements of `parent`, a tensor or a view of torchax.
 
     - `make`: function from the parent's array to that of `tensor`.
-    - `certain`: False if torch may have made a copy instead.
+    - `certain`: False if torch may have made a copy instead; reads after a write to the other one then raise.
     """
     root, _, _ = _path(parent)
     log = root.__dict__.setdefault("_log", [])
@@ -67,6 +71,8 @@ def share(tensor: Any, parent: Any, make: Make, certain: bool) -> None:
 
 def elements(tensor: Any) -> Any:
     """Return the array of a torchax tensor after all writes to tensors that share its elements.
+
+    The array is stored with the tensor, unless it belongs to an inner trace.
 
     Raises `SharedWriteError` if the effect of a write is unknown.
     """
@@ -88,9 +94,10 @@ def elements(tensor: Any) -> Any:
 
 
 def write(tensor: Any, value: Any) -> None:
-    """Set the array of a torchax tensor, and log the write if others share its elements.
+    """Set the array of a torchax tensor to `value`, and log the write if others share its elements.
 
-    The first array of a tensor is no write.
+    The first array of a tensor is no write. Under `no_grad`, an array of the same shape and dtype keeps the tensor's
+    own gradient.
     """
     attrs = tensor.__dict__
     first = "_held" not in attrs
@@ -111,7 +118,10 @@ def write(tensor: Any, value: Any) -> None:
 
 
 def reshape(tensor: Any, value: Any) -> None:
-    """Set the array of a torchax tensor to the same elements in another shape or order."""
+    """Set the array of a torchax tensor to the same elements in another shape or order; this is no write.
+
+    Later writes have an unknown effect on tensors that share its elements.
+    """
     attrs = tensor.__dict__
     attrs["_held"] = value
     if "_link" in attrs:
@@ -121,7 +131,7 @@ def reshape(tensor: Any, value: Any) -> None:
 
 
 def lose(tensor: Any) -> None:
-    """Record a write of unknown content to a torchax tensor or view."""
+    """Record a write of unknown content to a torchax tensor or view; the next read of its elements raises."""
     root, _, _ = _path(tensor)
     root.__dict__.setdefault("_seen", 0)
     log = root.__dict__.setdefault("_log", [])
@@ -129,18 +139,22 @@ def lose(tensor: Any) -> None:
 
 
 def watched(tensors: Sequence[Any]) -> Callable[[], list[int]]:
-    """Return a function that lists which of some torchax tensors and views, by number, were written to since."""
+    """Return a function that lists which of some torchax tensors and views, by number, were written to since.
+
+    A slice counts as written if any element of its root was. A write of unknown content counts too.
+    """
     roots = [root_of(each) for each in tensors]
     before = [elements(each) for each in roots]
 
     def written() -> list[int]:
+        """Return the numbers of the tensors that were written to."""
         return [k for k, each in enumerate(roots) if _is_written(each, before[k])]
 
     return written
 
 
 def _is_written(tensor: Any, before: Any) -> bool:
-    """Return True if a tensor's array is no longer `before`, or unknown."""
+    """Return True if a tensor's array is no longer the object `before`, or unknown."""
     try:
         return elements(tensor) is not before
     except SharedWriteError:
@@ -148,14 +162,18 @@ def _is_written(tensor: Any, before: Any) -> bool:
 
 
 def root_of(value: Any) -> Any:
-    """Return the tensor that a slice is of, or the torchax tensor itself."""
+    """Return the torchax tensor that a slice is of, over all levels of slices, or the torchax tensor itself."""
     while hasattr(value, "view_info"):
         value = value.parent
     return value
 
 
 def _path(tensor: Any) -> tuple[Any, list[Make], bool]:
-    """Return the root of a tensor, the functions from the root's array to the tensor's, and True if all are certain."""
+    """Return the root of a tensor or slice, the functions from the root's array to its own in order, and their
+    certainty.
+
+    The last is True if all links on the way are certain.
+    """
     steps: list[Make] = []
     certain = True
     while True:
@@ -172,7 +190,10 @@ def _path(tensor: Any) -> tuple[Any, list[Make], bool]:
 
 
 def _synced(root: Any) -> Any:
-    """Return the array of a root after all logged writes."""
+    """Return the array of a root after all logged writes, and store it.
+
+    Raises the error of a write whose effect is unknown.
+    """
     attrs = root.__dict__
     log, value = attrs["_log"], attrs["_held"]
     if attrs["_seen"] == len(log):
@@ -191,7 +212,10 @@ def _synced(root: Any) -> Any:
 
 
 def _kept(tensor: Any, value: Any, seen: int) -> Any:
-    """Store `value` as the tensor's array, unless it belongs to a trace inside the array's own trace; return it."""
+    """Return `value`, and store it as the tensor's array after `seen` writes of the log.
+
+    It is not stored if it belongs to another trace than the present array.
+    """
     attrs = tensor.__dict__
     if getattr(value, "_trace", None) is getattr(attrs["_held"], "_trace", None):
         attrs.update(_held=value, _seen=seen)
@@ -210,13 +234,14 @@ def _at_once(values: Any) -> Iterator[None]:
 
 
 def carried(array: Any, steps: Sequence[Make], value: Any) -> Any:
-    """Return `array` after a write of `value` to the view that `steps` make of it.
+    """Return `array` after a write of `value` to the view that `steps` make of it, in order.
 
     Returns None if the view has an element more than once, or if the inverse of a step is unknown.
     """
     import jax
 
     def made(whole: Any) -> Any:
+        """Return the view of an array."""
         for make in steps:
             whole = make(whole)
         return whole
@@ -227,6 +252,8 @@ def carried(array: Any, steps: Sequence[Make], value: Any) -> Any:
 
 def _carried(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any], position: int, value: Any) -> Any:
     """Return the argument at `position` of a program after `value` was written to the program's only result.
+
+    Other arguments stay as given.
 
     - `jaxpr`, `consts`: the program and its constants.
     - `given`: present arguments of the program.
@@ -239,6 +266,7 @@ def _carried(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any], position: 
     depends = {jaxpr.invars[position]}
 
     def read(var: Any) -> Any:
+        """Return the present value of a variable or literal."""
         return var.val if isinstance(var, Literal) else known[var]
 
     for equation in jaxpr.eqns:
@@ -266,6 +294,9 @@ def _carried(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any], position: 
 
 def _undone(equation: Any, operands: list[Any], position: int, results: list[Any], which: int, value: Any) -> Any:
     """Return the operand at `position` of an equation after `value` was written to its result `which`.
+
+    Inverses are known of reshapes, transposes, slices, splits, gathers without repetition, bit casts of one size and
+    calls. Elements that the result lacks stay as they are.
 
     - `operands`, `results`: present values of the equation.
 
@@ -309,7 +340,7 @@ def _undone(equation: Any, operands: list[Any], position: int, results: list[Any
 
 
 def _is_apart(indices: Any, params: Any) -> bool:
-    """Return True if a gather certainly reads no element twice."""
+    """Return True if a gather of single elements certainly reads none twice: its indices are constant and distinct."""
     import numpy as np
     from jax import core
 

@@ -22,6 +22,7 @@ ASSUMED = 1 << 16
 """Bound of whole numbers about which nothing else is known."""
 
 LARGEST = (1 << 31) - 1
+"""Largest magnitude of a whole number of 32 bits."""
 _CAP = 1 << 80
 """Largest bound that is tracked; larger ones are clamped to it."""
 
@@ -43,7 +44,7 @@ def narrow() -> Iterator[None]:
 
 
 def in_64_bits(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a JAX function so that it is traced in 64 bits."""
+    """Wrap a JAX function of positional arguments so that it is traced with 64-bit types enabled."""
     import jax
 
     @functools.wraps(fn)
@@ -55,9 +56,11 @@ def in_64_bits(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wide_reason(values: Any) -> str:
-    """Return a clause with the reason why a torch tensor or an array does not fit into 32 bits.
+    """Return a clause with the reason why a torch tensor or an array does not fit into 32 bits, such as `is float64`.
 
-    The clause is empty if the tensor fits, or has no values.
+    Floats and complex numbers of a 64-bit dtype never fit, also without values. Whole numbers do not fit if their
+    largest magnitude exceeds 31 bits, which the clause names. The clause is empty for all others, and for whole numbers
+    without values.
     """
     dtype = str(values.dtype).removeprefix("torch.")
     if dtype in ("float64", "complex128"):
@@ -69,7 +72,10 @@ def wide_reason(values: Any) -> str:
 
 
 def _largest(values: Any) -> int:
-    """Return the largest magnitude of whole numbers or flags; torch lacks `abs` for some of their dtypes."""
+    """Return the largest magnitude of whole numbers or booleans on the CPU; 0 if there are none.
+
+    torch lacks `abs` for some of their dtypes.
+    """
     import numpy as np
 
     array = np.asarray(values)
@@ -77,19 +83,22 @@ def _largest(values: Any) -> int:
 
 
 def bound_of_values(tensor: Any) -> int | None:
-    """Return the largest magnitude in a torch tensor of whole numbers; None if it has no values."""
+    """Return the largest magnitude in a torch tensor of whole numbers or booleans; None if it has no values.
+
+    Floats and tensors outside of the CPU give None too.
+    """
     if tensor.device.type != "cpu" or tensor.is_floating_point() or tensor.is_complex():
         return None
     return _largest(tensor.detach())
 
 
 def set_bound(tensor: Any, bound: int) -> None:
-    """Record the largest magnitude in a torchax tensor."""
+    """Record the largest magnitude in a torchax tensor, for the whole root if it is a slice."""
     root_of(tensor).__dict__["_bound"] = bound
 
 
 def refuse_float64(tensor: Any) -> None:
-    """Raise `WideNumberError` for a torch tensor [n, ...] of 64-bit floats during a trace in 32 bits."""
+    """Raise `WideNumberError` for a tensor with dims of 64-bit floats or complex numbers during a trace in 32 bits."""
     import torch
 
     if _narrow.get() and tensor.dtype in (torch.float64, torch.complex128) and tensor.ndim:
@@ -98,7 +107,9 @@ def refuse_float64(tensor: Any) -> None:
 
 @contextlib.contextmanager
 def bounded(func: Any, given: Any) -> Iterator[list[Any]]:
-    """Run a torch operation on `given` inside; append its results to the yielded list, and their bound is recorded.
+    """Check the bound of a torch operation on `given` that runs inside, and record it for its results.
+
+    The caller appends the results to the yielded list. Outside of `narrow` nothing is checked.
 
     Raises `WideNumberError` if the operation needs 64 bits.
     """
@@ -118,9 +129,12 @@ def bounded(func: Any, given: Any) -> Iterator[list[Any]]:
 
 
 def _bound_of(func: Any, given: Any) -> int | None:
-    """Return the bound of an operation's result; None if its arguments have no whole numbers.
+    """Return the bound of an operation's result; None if there are no tensors, and so no known whole numbers.
 
-    Raises `WideNumberError` if the operation needs 64 bits.
+    Constructors such as `arange` and `full` have the largest of their numbers. Operations with floats give `ASSUMED`.
+    Operations without a rule give the largest of the operands' bounds, numbers and counts of elements.
+
+    Raises `WideNumberError` if the operation needs 64 bits: a dtype, a number or a bound of more than 32.
     """
     import numpy as np
     import torch
@@ -153,7 +167,10 @@ def _bound_of(func: Any, given: Any) -> int | None:
 
 
 def _bound(tensor: Any) -> int:
-    """Return the largest magnitude that a torchax tensor of whole numbers may have."""
+    """Return the largest magnitude that a torchax tensor of whole numbers may have.
+
+    It is that of its small dtype, or the recorded one, or that of a constant, or `ASSUMED`.
+    """
     import numpy as np
     import torch
     from jax import core
@@ -181,14 +198,17 @@ _Rule = Callable[[Sequence[int], Sequence[int], Sequence[Any]], int]
 
 
 def _sum(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]) -> int:
+    """Return the bound of a sum of all operands; a factor such as `alpha` counts as one more operand."""
     return sum(bounds) + sum(numbers)
 
 
 def _product(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]) -> int:
+    """Return the bound of a product of all operands."""
     return math.prod(bounds) * math.prod(numbers)
 
 
 def _power(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]) -> int:
+    """Return the bound of a power, at least 1; the first tensor counts as the base, also if it is the exponent."""
     base, exponent = (*bounds, *numbers)[:2]
     base, exponent = (base, exponent) if len(bounds) > 0 else (exponent, base)
     # An exponent of 80 already exceeds every bound that is tracked.
@@ -196,35 +216,43 @@ def _power(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]
 
 
 def _shifted(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]) -> int:
+    """Return the bound of a left shift; the first tensor counts as the shifted operand, even if it is the distance."""
     first, by = (*bounds, *numbers)[:2]
     return first << min(by, 80)
 
 
 def _times_elements(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]) -> int:
+    """Return the bound of a sum over all elements of the first tensor."""
     return max(bounds) * max(1, tensors[0].numel())
 
 
 def _times_longest(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]) -> int:
+    """Return the bound of a sum along the longest dim of the first tensor."""
     return max(bounds) * max(tensors[0].shape, default=1)
 
 
 def _contraction(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]) -> int:
+    """Return the bound of products of operands summed over the longest dim."""
     return math.prod(bounds) * max(size for each in tensors for size in (*each.shape, 1))
 
 
 def _to_power_of_elements(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]) -> int:
+    """Return the bound of a product over all elements of the first tensor."""
     return max(1, *bounds) ** min(tensors[0].numel(), 80)
 
 
 def _first(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]) -> int:
+    """Return the bound of the first tensor, as of a quotient; plain numbers do not count."""
     return bounds[0]
 
 
 def _last(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]) -> int:
+    """Return the bound of the last operand, as of a remainder; plain numbers count after tensors."""
     return (*bounds, *numbers)[-1]
 
 
 def _bits(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]) -> int:
+    """Return the largest number with as many bits as the largest operand."""
     # Bitwise ops leave no bits above the highest bit of an operand.
     return (1 << max(*bounds, *numbers, 0).bit_length()) - 1
 

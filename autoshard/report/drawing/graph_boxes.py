@@ -13,8 +13,10 @@ PASSED_THROUGH = frozenset({"loop_in", "loop_out"})
 """Nodes that compute nothing; if they are not drawn, lines begin at the producer of the value."""
 
 ENDS = frozenset({"argument", "result"})
+"""Kinds of nodes at the ends of the graph."""
 
 STORED = frozenset({"parameter", "optimizer_state"})
+"""Roles of arguments that a step stores from one call to the next."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,10 +24,11 @@ class Section:
     """Boxes of one part of the step, in rows from top to bottom."""
 
     title: str
+    """Name of the part, such as `loop 3, 32 trips`."""
     nodes: tuple[str, ...]
     """All nodes of the graph in the section, drawn or not."""
     rows: tuple[tuple[int, ...], ...]
-    """Numbers of boxes; the operands of a row are computed in rows above it."""
+    """Numbers of boxes from left to right; the operands of a row in the same section are computed in rows above it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,6 +36,7 @@ class Drawing:
     """Boxes and the lines between them."""
 
     sections: tuple[Section, ...]
+    """Sections from top to bottom, in program order."""
     boxes: tuple[tuple[str, ...], ...]
     """Nodes of each box, in program order."""
     lines: dict[tuple[int, int], list[dict[str, Any]]]
@@ -44,8 +48,8 @@ def draw_boxes(made: "networkx.MultiDiGraph", whole: bool, columns: int) -> Draw
 
     Heavy ops have boxes of their own. The connected light ops of one section between them form one box. A light op that
     only prepares stored tensors for one heavy op (a layer's slice, a conversion) is in that op's box. Arguments,
-    results, constants and values that loops carry have no box. With `whole` every node has a box. Edges to a loop's
-    next trip are not drawn.
+    results, constants and values that loops carry have no box. With `whole` every node has a box. Edges inside a box
+    and to a loop's next trip are not drawn.
     """
     import networkx
 
@@ -73,8 +77,10 @@ def draw_boxes(made: "networkx.MultiDiGraph", whole: bool, columns: int) -> Draw
 def _maker(made: "networkx.MultiDiGraph", node: str, box_of: dict[str, int]) -> str:
     """Return the node from which the lines of a value begin.
 
-    It is the node itself, except for a loop's value without a box. Lines of that value begin at its initial value
-    (`loop_in`) or at its producer in the body (`loop_out`).
+    It is `node` itself, except for a loop's value without a box. Lines of that value begin at its initial value
+    (`loop_in`) or at its producer in the body (`loop_out`), which may have no box either.
+
+    - `box_of`: number of the box of each drawn node.
     """
     while node not in box_of and made.nodes[node]["kind"] in PASSED_THROUGH:
         node = next(source for source, _, back in made.in_edges(node, data="back") if not back)
@@ -82,12 +88,13 @@ def _maker(made: "networkx.MultiDiGraph", node: str, box_of: dict[str, int]) -> 
 
 
 def _sections(made: "networkx.MultiDiGraph", nodes: list[str]) -> tuple[dict[str, int], list[str]]:
-    """Return the section of every drawn node, and the sections' titles.
+    """Return the number of the section of every drawn node, and the sections' titles.
 
-    A section is a run of program order within one block or branch.
+    A section is a run of program order within one block or branch. A later run of the same block is `continued`.
     """
 
     def place(node: str) -> tuple[str, int, int]:
+        """Return kind (empty unless argument or result), block and branch of a node."""
         attrs = made.nodes[node]
         return attrs["kind"] if attrs["kind"] in ENDS else "", attrs["block"], attrs["branch"]
 
@@ -102,7 +109,10 @@ def _sections(made: "networkx.MultiDiGraph", nodes: list[str]) -> tuple[dict[str
 
 
 def _title(made: "networkx.MultiDiGraph", kind: str, block: int, branch: int) -> str:
-    """Name a section: arguments or results by `kind`, all others by their loop or branch."""
+    """Return the title of a section: arguments or results by `kind`, all others by their loop or branch.
+
+    - `block`, `branch`: numbers of the innermost loop and conditional's branch; -1 for none.
+    """
     if kind:
         return f"{kind}s"
     loops = made.graph["loops"]
@@ -117,7 +127,10 @@ def _title(made: "networkx.MultiDiGraph", kind: str, block: int, branch: int) ->
 
 
 def _by_section(made: "networkx.MultiDiGraph", section_of: dict[str, int], count: int) -> Iterator[list[str]]:
-    """Return the nodes of every section; a node that is not drawn is in the section of the node before it."""
+    """Return the nodes of each of `count` sections, or of one if there is none, in program order.
+
+    A node that is not drawn is in the section of the node before it.
+    """
     groups: list[list[str]] = [[] for _ in range(max(1, count))]
     current = 0
     for node in made:
@@ -127,7 +140,10 @@ def _by_section(made: "networkx.MultiDiGraph", section_of: dict[str, int], count
 
 
 def _collapsed(made: "networkx.MultiDiGraph", nodes: list[str], section_of: dict[str, int]) -> list[tuple[str, ...]]:
-    """Group the nodes into boxes: heavy ops with their preparation, and connected light ops between them."""
+    """Group the nodes into boxes: heavy ops with their preparation, and connected light ops between them.
+
+    Light ops join if they are in one section, at the same depth of heavy ops, and pass a tensor that is no scalar.
+    """
     import networkx
 
     heavy = {node for node in nodes if made.nodes[node]["op_class"] == "heavy"}
@@ -152,7 +168,9 @@ def _collapsed(made: "networkx.MultiDiGraph", nodes: list[str], section_of: dict
 def _without_cycles(
     made: "networkx.MultiDiGraph", nodes: list[str], groups: list[Collection[str]]
 ) -> list[tuple[str, ...]]:
-    """Merge groups that need each other, over a scalar such as a norm; return boxes in program order."""
+    """Merge groups that need each other, over a scalar such as a norm; return boxes by their last node in program
+    order.
+    """
     import networkx
 
     group_of = {node: number for number, group in enumerate(groups) for node in group}
@@ -170,7 +188,11 @@ def _without_cycles(
 def _depths(
     made: "networkx.MultiDiGraph", nodes: list[str], section_of: dict[str, int], heavy: set[str]
 ) -> dict[str, int]:
-    """Return for each node the largest number of heavy ops of its section on a path to it, itself included."""
+    """Return for each node the largest number of heavy ops of its section on a path to it, itself included.
+
+    - `section_of`: section of each node.
+    - `heavy`: the heavy ops.
+    """
     depth: dict[str, int] = {}
     for node in nodes:
         before = [depth[p] for p in made.predecessors(node) if section_of.get(p) == section_of[node]]
@@ -181,7 +203,7 @@ def _depths(
 def _place_sources(
     made: "networkx.MultiDiGraph", nodes: list[str], section_of: dict[str, int], heavy: set[str], depth: dict[str, int]
 ) -> dict[str, str]:
-    """Return the heavy op in whose box each node is, if any.
+    """Return the heavy op in whose box each node is, by node; light ops in no heavy op's box are left out.
 
     Other ops on stored tensors alone, or without operands, get the depth of their first users (in `depth`, in place).
 
@@ -213,7 +235,7 @@ def _sources(made: "networkx.MultiDiGraph", nodes: list[str], heavy: set[str]) -
 
 
 def _rows(boxes: "networkx.DiGraph", columns: int) -> tuple[tuple[int, ...], ...]:
-    """Place boxes in rows: each generation below its operands, in as many rows as it needs.
+    """Place boxes in rows: each generation below its operands, in as many rows of at most `columns` as it needs.
 
     A box is placed near the boxes above it that it reads from.
     """

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
 
 FORMS = (".graphml", ".svg", ".json")
+"""Suffixes of the files that a graph is written to."""
 
 
 def graph_form(path: str | os.PathLike[str]) -> str:
-    """Return the format of a graph's file, by its suffix. Raises `UserError` for any other suffix."""
+    """Return the suffix of a graph's file in lower case, one of `FORMS`. Raises `UserError` for any other suffix."""
     suffix = Path(path).suffix.lower()
     if suffix not in FORMS:
         raise UserError(f"{path}: a graph is written as {', '.join(FORMS)}; {suffix or 'no suffix'} is none of them.")
@@ -69,7 +70,10 @@ def node_link_json(graph: ProgramGraph) -> str:
 
 
 def _scalars(said: dict[str, Any]) -> dict[str, str | int | float | bool]:
-    """Convert attributes to GraphML's types: lists of numbers or words become text, lists of objects JSON."""
+    """Convert attributes to GraphML's types: lists of numbers or words become text, lists of objects JSON.
+
+    Other values stay; text is cleaned of characters that are not printable.
+    """
     scalars = {}
     for key, value in said.items():
         if isinstance(value, str):
@@ -81,7 +85,10 @@ def _scalars(said: dict[str, Any]) -> dict[str, str | int | float | bool]:
 
 
 def _text(values: list[Any]) -> str:
-    """Format a list as text: objects as JSON, shapes as `2 x 3`, other words separated by commas."""
+    """Format a list as text: objects as JSON, numbers (a shape) as `2 x 3`, other words separated by commas.
+
+    Nested lists are separated by semicolons.
+    """
     if any(isinstance(value, dict) for value in values):
         return json.dumps(values, allow_nan=False)
     if any(isinstance(value, list) for value in values):
@@ -90,13 +97,17 @@ def _text(values: list[Any]) -> str:
 
 
 LARGEST = 10
-"""Number of ops that are listed."""
+"""Number of ops that are listed as the largest."""
 
 _COUNTED = ("ops", "arguments", "results", "tensors", "clusters")
+"""Figures that the report counts in words."""
 
 
 def graph_figures(graph: ProgramGraph) -> dict[str, Any]:
-    """Return the JSON object of `autoshard graph --json`, without the name of the written file."""
+    """Return the JSON object of `autoshard graph --json`, without the name of the written file.
+
+    Without a plan the figures of topology, mesh, times and reshards are None. Times are in seconds of one step.
+    """
     made = graph.to_networkx()
     nodes = [attrs for _, attrs in made.nodes(data=True)]
     edges = [attrs for *_, attrs in made.edges(data=True)]
@@ -124,11 +135,15 @@ def graph_figures(graph: ProgramGraph) -> dict[str, Any]:
 
 
 def _loops(made: "networkx.MultiDiGraph") -> list[dict[str, Any]]:
+    """Return the entries of the graph's loops without those of conditionals' branches."""
     return [loop for loop in made.graph["loops"] if not loop["is_branch"]]
 
 
 def _largest(made: "networkx.MultiDiGraph") -> list[dict[str, Any]]:
-    """Return the ops with the most seconds of compute and waiting; without a plan, with the most FLOPs."""
+    """Return the `LARGEST` ops with the most seconds of compute and waiting; without a plan, with the most FLOPs.
+
+    The largest comes first. Waiting includes that of the op's operands' collectives.
+    """
     rows = []
     for node, attrs in made.nodes(data=True):
         entering = [each for *_, collectives in made.in_edges(node, data="collectives") for each in collectives or ()]

@@ -32,22 +32,29 @@ Collectives = dict[tuple[str, str], list[float]]
 
 @dataclasses.dataclass(slots=True)
 class _Box:
-    """One box: its contents and its place."""
+    """One box: its contents and its place in pixels."""
 
     heavy: bool
+    """True if the box is that of a heavy op."""
     texts: list[tuple[str, str]]
     """Lines of text, each with its CSS class."""
     title: str
+    """Text of the tooltip."""
     compute: float
+    """Seconds of compute of a step; 0 without a plan."""
     exposed: float
+    """Seconds of a step that compute waits for the box's collectives."""
     x: float = 0.0
+    """Distance of the left edge from that of the picture."""
     y: float = 0.0
+    """Distance of the upper edge from that of the picture."""
     width: float = WIDTH
     bars: Sequence[tuple[str, float, float]] = ()
     """Bars in pixels: (CSS class, start, length)."""
 
     @property
     def height(self) -> int:
+        """Pixels from the top to the bottom, by the number of lines."""
         return LINE * len(self.texts) + 18
 
 
@@ -56,7 +63,7 @@ def graph_svg(graph: ProgramGraph, whole: bool = False) -> str:
 
     Heavy ops (matmuls, convolutions, gathers ...) have boxes of their own; the ops between them share boxes. With
     `whole` every op, argument and result has its own box. With a plan, boxes state their time and the collectives that
-    they wait for.
+    they wait for. Bars are to one scale, with the longest box's as wide as a box.
     """
     made = graph.to_networkx()
     drawing = draw_boxes(made, whole, COLUMNS)
@@ -65,6 +72,7 @@ def graph_svg(graph: ProgramGraph, whole: bool = False) -> str:
     for box in boxes:
         scale = (WIDTH - 16) / longest if longest else 0.0
         bars = (("compute", 0.0, box.compute * scale), ("exposed", box.compute * scale, box.exposed * scale))
+        # A bar shorter than half a pixel would be invisible.
         box.bars = [(mark, round(start, 1), round(length, 1)) for mark, start, length in bars if length >= 0.5]
     sections, height = _place(made, drawing, boxes)
     return (
@@ -99,12 +107,13 @@ def _about(made: "networkx.MultiDiGraph", drawing: Drawing, whole: bool) -> Iter
 
 
 def _inner_width(drawing: Drawing) -> int:
+    """Return the pixels of a section's width: of the longest row, and at least of three boxes."""
     widest = max((len(row) for section in drawing.sections for row in section.rows), default=1)
     return max(3, widest) * (WIDTH + GAP) + GAP
 
 
 def _place(made: "networkx.MultiDiGraph", drawing: Drawing, boxes: list[_Box]) -> tuple[list[dict[str, Any]], float]:
-    """Place every box (in place); return the frames of the sections, and the total height."""
+    """Set the place of every box, in place; return the frames of the sections, and the picture's height in pixels."""
     inner, y = _inner_width(drawing), float(TOP)
     sections = []
     for section in drawing.sections:
@@ -123,7 +132,9 @@ def _place(made: "networkx.MultiDiGraph", drawing: Drawing, boxes: list[_Box]) -
 
 
 def _section_about(made: "networkx.MultiDiGraph", section: Section) -> str:
-    """Describe a section: its ops and their time, or FLOPs without a plan."""
+    """Describe a section: its number of ops and their time, or FLOPs without a plan; empty for a section
+    without ops.
+    """
     nodes = [made.nodes[node] for node in section.nodes]
     ops = [node for node in nodes if node["op_class"]]
     if not ops:
@@ -138,7 +149,10 @@ def _section_about(made: "networkx.MultiDiGraph", section: Section) -> str:
 
 
 def _box(made: "networkx.MultiDiGraph", members: tuple[str, ...], lone: bool) -> _Box:
-    """Make the box of some nodes, with its lines and tooltip; `lone` if every node has its own box."""
+    """Return the box of the nodes `members`, with its lines and tooltip, without a place.
+
+    - `lone`: True if every node has its own box; results then have boxes, so their collectives count there.
+    """
     nodes = [made.nodes[node] for node in members]
     main = next((node for node in nodes if node["op_class"] == "heavy"), nodes[-1])
     heavy = main["op_class"] == "heavy"
@@ -180,7 +194,9 @@ def _tooltip(
     given: Sequence[str],
     collectives: Sequence[tuple[tuple[str, str], list[float]]],
 ) -> str:
-    """Return the lines of a box's tooltip: its nodes, arguments, results and collectives.
+    """Return the lines of a box's tooltip, as one text: its nodes, arguments, results and collectives.
+
+    At most `TOLD` lines are listed, and a last one counts the rest.
 
     - `members`, `nodes`: names and attributes of the nodes.
     - `taken`, `given`: names of the arguments that the box reads and of the results that it computes.
@@ -209,7 +225,7 @@ def _tooltip(
 
 
 def _collective(kind: str, axes: str, figures: list[float]) -> str:
-    """Format the figures of one collective."""
+    """Format the figures of one collective: seconds, seconds waited for, bytes on the wire, and count."""
     seconds, exposed, wire, count = figures
     return (
         f"{kind} over {axes}: {format_seconds(seconds)}, {format_seconds(exposed)} of it waited for; "
@@ -218,11 +234,15 @@ def _collective(kind: str, axes: str, figures: list[float]) -> str:
 
 
 def _lines(drawing: Drawing, boxes: list[_Box]) -> Iterable[dict[str, str]]:
-    """Yield the curve between every pair of connected boxes, with its CSS classes and tooltip."""
+    """Yield the curve between every pair of connected boxes, with its CSS classes and tooltip.
+
+    The classes are those of the costliest collective, or `far` for a line between sections.
+    """
     place = {number: k for k, section in enumerate(drawing.sections) for row in section.rows for number in row}
     for (source, target), edges in drawing.lines.items():
         start, end = boxes[source], boxes[target]
         x, y = start.x + WIDTH / 2, start.y + start.height
+        # The bend keeps short curves round and long ones out of the boxes.
         bend = min(60.0, max(16.0, (end.y - y) / 2))
         path = (
             f"M{x:.0f} {y:.0f}C{x:.0f} {y + bend:.0f} {end.x + WIDTH / 2:.0f} {end.y - bend:.0f} "
@@ -245,7 +265,7 @@ def _lines(drawing: Drawing, boxes: list[_Box]) -> Iterable[dict[str, str]]:
 def _collectives(
     nodes: Iterable[dict[str, Any]], entering: Iterable[dict[str, Any]], leaving: Iterable[dict[str, Any]]
 ) -> Collectives:
-    """Sum the collectives of nodes and of the edges that enter and leave, by kind and axes."""
+    """Return the sums of the collectives of nodes and of the edges that enter and leave, by kind and axes."""
     totals: Collectives = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
     for attrs in (*nodes, *entering, *leaving):
         for each in attrs.get("collectives", ()):
@@ -256,21 +276,27 @@ def _collectives(
 
 
 def _ends(made: "networkx.MultiDiGraph", nodes: Iterable[str], kind: str) -> list[str]:
-    """Return the names of the arguments or results among nodes, each once."""
+    """Return the names of the nodes of a kind, `argument` or `result`, each once and in order."""
     return list(dict.fromkeys(made.nodes[n]["name"] for n in nodes if made.nodes[n]["kind"] == kind))
 
 
 def _is_result(made: "networkx.MultiDiGraph", node: str) -> bool:
+    """Return True if a node is a result of the program."""
     return made.nodes[node]["kind"] == "result"
 
 
 def _some(names: Sequence[str]) -> list[str]:
-    """Truncate a list of names to `LISTED` entries."""
+    """Return the names, or of more than `LISTED` the first ones and the number of the others, `LISTED`
+    entries in all.
+    """
     return [*names[: LISTED - 1], f"{len(names) - LISTED + 1} more"] if len(names) > LISTED else list(names)
 
 
 def _kinds(kinds: Counter[str]) -> str:
-    """Format counts of kinds as `4 ops: multiply x3, add`, the most frequent first, up to `TITLE_LETTERS`."""
+    """Format counts of kinds as `4 ops: multiply x3, add`, the most frequent first, up to `TITLE_LETTERS`.
+
+    Left out kinds become ` ...`. A single op is its kind alone.
+    """
     words = [kind + (f" x{count}" if count > 1 else "") for kind, count in kinds.most_common()]
     if kinds.total() == 1:
         return words[0]
@@ -283,8 +309,9 @@ def _kinds(kinds: Counter[str]) -> str:
 
 
 def _name(nodes: Sequence[dict[str, Any]]) -> tuple[str, str]:
-    """Return the readable name of one node, or the most common module of several, and JAX's facts with the user's
-    line.
+    """Return two lines: the readable name of one node, or the most common module of several, and the facts of a node.
+
+    The facts are JAX's, such as `backward`, with the file and line in the user's code; either line may be empty.
     """
     named = [(node, *readable(node["name"]).partition(" (")) for node in nodes if node["name"]]
     if not named:
@@ -299,10 +326,11 @@ def _name(nodes: Sequence[dict[str, Any]]) -> tuple[str, str]:
 
 
 def _result(node: dict[str, Any]) -> str:
-    """Format the first result's spec, or shape, and its abbreviated dtype."""
+    """Format the first result's spec, or shape without a plan, and its abbreviated dtype: `2 x 3 bf16`."""
     dtype = node["dtypes"][0].replace("bfloat", "bf").replace("float", "f").replace("int", "i")
     return f"{node['specs'][0] if 'specs' in node else _shape(node)} {dtype}"
 
 
 def _shape(node: dict[str, Any]) -> str:
+    """Return the shapes of a node's results as text, such as `2 x 3 and scalar`."""
     return " and ".join(" x ".join(map(str, shape)) or "scalar" for shape in node["shapes"])

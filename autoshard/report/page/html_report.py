@@ -25,6 +25,7 @@ DRAWN_DEVICES = 8192
 """Maximum number of chips that the page draws; of a larger topology it draws only the first ones."""
 
 MEMORY_KINDS = ("parameters", "optimizer_state", "gradients", "activations", "gathered", "temporaries", "batch")
+"""Kinds of memory in the order in which they are stacked; others follow by name."""
 DIFFERENCES = 200
 """Number of differences that a comparison lists; the rest is counted."""
 COLLECTIVES = 100
@@ -34,7 +35,8 @@ COLLECTIVES = 100
 def html_report(plan: Plan, compare: Plan | None = None, measured: Mapping[str, Any] | None = None) -> str:
     """Return the page as text.
 
-    `compare` is another plan to compare with. `measured` is the output of `autoshard measure --json`.
+    - `compare`: another plan to compare with.
+    - `measured`: output of `autoshard measure --json` for the plan.
     """
     prediction = plan.prediction
     slowest = max([prediction.step_time_s, *(b.step_time_s for b in plan.baselines.values())])
@@ -84,7 +86,10 @@ def html_report(plan: Plan, compare: Plan | None = None, measured: Mapping[str, 
 
 @functools.cache
 def environment() -> "jinja2.Environment":
-    """Return Jinja templates that escape everything, with filters for units and names."""
+    """Return Jinja templates that escape everything, with filters for units and names; the same object in each call.
+
+    A template that reads an undefined name raises.
+    """
     import jinja2
 
     made = jinja2.Environment(
@@ -112,15 +117,22 @@ def environment() -> "jinja2.Environment":
 
 
 def _layout(plan: Plan) -> str:
-    """Describe the physical axes of each mesh axis; empty for a mesh with another device order than ours."""
+    """Describe the physical axes of each mesh axis; empty for a plan with another device order than
+    `make_mesh` gives.
+    """
     mesh = make_mesh(Topology.parse(plan.topology), plan.mesh)
     return mesh.describe() if mesh.device_order == plan.device_order else ""
 
 
 def _time_bar(prediction: Prediction, scale: float) -> dict[str, Any]:
-    """Return widths in percent of `scale` seconds, with exposed communication by kind and axes from the collectives."""
+    """Return widths in percent of `scale` seconds, with exposed communication by kind and axes, longest first.
+
+    Exposed time that no collective explains is a last part of kind `other`. `cut` is True for a step longer than the
+    scale. All widths are 0 for a scale of 0.
+    """
 
     def width(seconds: float) -> float:
+        """Return the percent of the bar that some seconds have."""
         return round(100 * seconds / scale, 3) if scale > 0 else 0.0
 
     exposed: dict[tuple[str, str], float] = {}
@@ -136,6 +148,7 @@ def _time_bar(prediction: Prediction, scale: float) -> dict[str, Any]:
         for (kind, axes), seconds in sorted(exposed.items(), key=lambda item: -item[1])
     ]
     rest = prediction.exposed_comm_s - sum(part["seconds"] for part in parts)
+    # A smaller rest is a rounding error of the sum.
     if rest > 1e-9 * max(prediction.step_time_s, 1e-12):
         known = prediction.collectives and all(c.exposed_s is not None for c in prediction.collectives)
         label = "other exposed communication" if parts else "exposed communication"
@@ -145,12 +158,16 @@ def _time_bar(prediction: Prediction, scale: float) -> dict[str, Any]:
         "compute": width(prediction.compute_s),
         "hidden": width(min(prediction.hidden_comm_s, prediction.compute_s)),
         "exposed": parts,
+        # The margin is for rounding errors of a bar that ends at the scale.
         "cut": scale > 0 and prediction.step_time_s > scale * 1.0001,
     }
 
 
 def _memory_bar(plan: Plan) -> dict[str, Any]:
-    """Return the memory at the peak by kind, in percent of the bar, and the place of the limit."""
+    """Return the parts of memory at the peak by kind, and the place of the limit, in percent of the bar.
+
+    The bar's length is the larger of peak and limit.
+    """
     memory = plan.prediction.memory
     total = max(plan.memory_limit_bytes, plan.prediction.peak_bytes, 1)
     kinds = [kind for kind in MEMORY_KINDS if kind in memory] + sorted(set(memory) - set(MEMORY_KINDS))
@@ -171,7 +188,8 @@ CHART_WIDTH, CHART_HEIGHT = 1000, 180
 def _memory_chart(plan: Plan) -> dict[str, Any] | None:
     """Return areas of memory by kind, stacked, over moments in program order at equal distances.
 
-    The axis is not seconds: one matmul may last as long as a thousand ops in which memory rises and falls.
+    The axis is not seconds: one matmul may last as long as a thousand ops in which memory rises and falls. `limit_y` is
+    None if the limit is above the chart. The result is None without a timeline of at least two moments.
     """
     timeline = plan.timeline
     if timeline is None or len(timeline.moments_s) < 2:
@@ -186,6 +204,7 @@ def _memory_chart(plan: Plan) -> dict[str, Any] | None:
     top = max(top, peak, 1)
 
     def point(index: int, size: float) -> str:
+        """Return a point of the chart, `x,y` in its own coordinates, for a moment and bytes."""
         return f"{index * CHART_WIDTH / (count - 1):.1f},{CHART_HEIGHT - size * CHART_HEIGHT / top:.1f}"
 
     areas = []
@@ -211,7 +230,9 @@ def _memory_chart(plan: Plan) -> dict[str, Any] | None:
 
 
 def _comparison(plan: Plan, other: Plan) -> dict[str, Any]:
-    """Return the differences between this plan and another."""
+    """Return the differences between this plan (first) and another (second), with lists of at most
+    `DIFFERENCES` rows.
+    """
     changes = difference(plan, other)
     return {
         "plan": other,
@@ -228,7 +249,7 @@ def _comparison(plan: Plan, other: Plan) -> dict[str, Any]:
 
 
 def _measurement(plan: Plan, measured: Mapping[str, Any]) -> dict[str, Any]:
-    """Return measured figures and the ratio of the measured to the predicted step time."""
+    """Return measured figures and the ratio of the measured to the predicted step time; None for absent ones."""
     step = measured.get("step_time_s")
     ratio = step / plan.prediction.step_time_s if step and plan.prediction.step_time_s > 0 else None
     collectives = measured.get("collectives") or {}
@@ -242,7 +263,7 @@ def _measurement(plan: Plan, measured: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Flatten nested mappings to rows of dotted keys and text."""
+    """Return rows (dotted key, text) of nested mappings; values that are no text become JSON."""
     rows = []
     for key, item in value.items():
         if isinstance(item, Mapping):
@@ -253,7 +274,10 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
 
 
 def _page_data(plan: Plan) -> dict[str, Any]:
-    """Return the data that the page's script draws."""
+    """Return the data that the page's script draws, except links, timeline and alternatives.
+
+    If all physical axes have size 1, the last one is drawn.
+    """
     topology = Topology.parse(plan.topology)
     axes = [axis for axis in topology.physical_axes if axis.size > 1] or list(topology.physical_axes[-1:])
     return {
@@ -283,7 +307,10 @@ def _what_if(plan: Plan, others: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def script_json(data: Any) -> str:
-    """Serialise JSON for a script element. `<` is escaped, so that a name cannot close the element."""
+    """Return data as JSON for a script element.
+
+    `<`, `>`, `&` and Unicode's line separators are escaped, so that a name cannot close the element.
+    """
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")

@@ -25,7 +25,13 @@ class NotebookView:
     plan: Plan
 
     def to_frame(self) -> Any:
-        """Return a `pandas.DataFrame` with a row for each argument; sizes in bytes, `comm_s` in seconds of one step."""
+        """Return a `pandas.DataFrame` with a row for each argument, indexed by name, in the plan's order.
+
+        `bytes` are those of the whole tensor, `device_bytes` of one device. `comm_s` has the seconds of the collectives
+        in one step that the argument causes.
+
+        Raises `UserError` without pandas.
+        """
         pandas = import_or_hint("pandas")
         plan = self.plan
         seconds: dict[str, float] = {}
@@ -49,11 +55,15 @@ class NotebookView:
         return pandas.DataFrame(rows, index=pandas.Index(plan.arguments, name="argument"))
 
     def html(self) -> str:
-        """Return a short piece of HTML: the verdict, the plan in words, and the baselines."""
+        """Return a short piece of HTML for a cell: the verdict, the plan in words, and the baselines."""
         return _fragment().render(plan=self.plan, devices=math.prod(self.plan.mesh.values()))
 
     def plot_time(self) -> Any:
-        """Plot the step times of the plan and of every baseline, split into their parts, as a `matplotlib` figure."""
+        """Plot the step times of the plan and of every baseline, split into their parts, as a `matplotlib` figure.
+
+        Baselines that fit come first, then the fastest; those that do not fit are faint. Raises `UserError` without
+        matplotlib.
+        """
         rows = [("this plan", self.plan.prediction), *sorted(self.plan.baselines.items(), key=_by_time)]
         figure, axes = _figure(height=0.8 + 0.42 * len(rows))
         axes.set_title(f"Step time of {clean(self.plan.program_name, 60)} on {self.plan.topology}", loc="left")
@@ -73,7 +83,10 @@ class NotebookView:
         return figure
 
     def plot_memory(self) -> Any:
-        """Plot the memory of one device at the peak, by kind, against the limit, as a `matplotlib` figure."""
+        """Plot the memory of one device at the peak in GiB, by kind, largest first, as a `matplotlib` figure.
+
+        The limit is drawn unless it exceeds three times the peak. Raises `UserError` without matplotlib.
+        """
         plan = self.plan
         kinds = sorted(((size, kind) for kind, size in plan.prediction.memory.items() if size > 0), reverse=True)
         figure, axes = _figure(height=1.2 + 0.36 * len(kinds))
@@ -84,6 +97,7 @@ class NotebookView:
             text = f"{kind.replace('_', ' ')} {format_bytes(size)}"
             axes.annotate(text, ((left + size) / 2**30, place), xytext=(4, 0), textcoords="offset points", va="center")
             left += size
+        # A limit far above the peak would shrink the bars to the left edge.
         if plan.memory_limit_bytes <= 3 * left:
             axes.axvline(plan.memory_limit_bytes / 2**30, color="#b3261e")
             axes.annotate("limit", (plan.memory_limit_bytes / 2**30, -0.4), color="#b3261e", ha="right")
@@ -96,7 +110,10 @@ class NotebookView:
     def plot_sharding(self, name: str) -> Any:
         """Plot the devices of the topology, coloured by their part of the argument `name`, as a `matplotlib` figure.
 
-        Raises `UserError` for a name that is no argument of the plan.
+        Each panel has the last two physical axes of more than one chip. Up to ten parts have distinct colours, more
+        have a gradient.
+
+        Raises `UserError` for a name that is no argument of the plan, and without matplotlib.
         """
         plan = self.plan
         if name not in plan.arguments:
@@ -142,12 +159,12 @@ class NotebookView:
 
 
 def _by_time(item: tuple[str, Prediction]) -> tuple[bool, float]:
-    """Return a sort key: plans that fit first, then by step time."""
+    """Return a sort key of (name, prediction): plans that fit first, then by step time."""
     return (not item[1].fits, item[1].step_time_s)
 
 
 def _near(name: str, names: Sequence[str]) -> str:
-    """Suggest names close to a wrong one."""
+    """Return a clause with up to three names close to a wrong one, or with the place of all names."""
     import difflib
 
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
@@ -155,7 +172,10 @@ def _near(name: str, names: Sequence[str]) -> str:
 
 
 def import_or_hint(module: str) -> Any:
-    """Import a module of the optional packages. Raises `UserError` with the install command if it is missing."""
+    """Import and return a module of the optional packages.
+
+    Raises `UserError` with the install command if it is missing.
+    """
     import importlib
 
     try:
@@ -165,7 +185,7 @@ def import_or_hint(module: str) -> Any:
 
 
 def _figure(height: float) -> tuple[Any, Any]:
-    """Make a figure with one panel of this height in inches."""
+    """Return a figure 8 inches wide with one panel of this height in inches, and the panel's axes."""
     pyplot = import_or_hint("matplotlib.pyplot")
     figure, axes = pyplot.subplots(figsize=(8, height), layout="constrained")
     for side in ("top", "right", "left"):
@@ -176,6 +196,7 @@ def _figure(height: float) -> tuple[Any, Any]:
 
 
 def _legend(axes: Any) -> None:
+    """Add the legend of the parts of a step's time below a panel."""
     labels = {"compute": "compute", "hidden": "communication hidden behind it", "exposed": "exposed communication"}
     patches = import_or_hint("matplotlib.patches")
     handles = [patches.Patch(color=_TIME_COLORS[key], label=label) for key, label in labels.items()]
@@ -184,6 +205,7 @@ def _legend(axes: Any) -> None:
 
 @functools.cache
 def _fragment() -> Any:
+    """Return the template of a cell's HTML."""
     from autoshard.report.page.html_report import environment
 
     return environment().get_template("fragment.html")

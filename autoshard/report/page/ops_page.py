@@ -21,7 +21,8 @@ BOUNDS = {
 def ops_data(plan: Plan) -> list[dict[str, Any]]:
     """Return rows of the op table, the longest first: seconds, FLOPs and bytes of one device in one step.
 
-    `time_s` is the time that an op adds to the step: compute, and communication that is not hidden behind it.
+    `time_s` is the time that an op adds to the step: compute, and communication that is not hidden behind it. The row
+    without a name sums the plan's many small ops. An unknown `bound` becomes `memory`.
     """
     rows = [
         {
@@ -46,7 +47,10 @@ def ops_data(plan: Plan) -> list[dict[str, Any]]:
 
 
 def ops_summary(plan: Plan) -> dict[str, Any] | None:
-    """Return the totals of the op table's rows; None for a plan that does not know its ops."""
+    """Return the total seconds of the op table's rows, and their share of the step, at most 1.
+
+    None for a plan that does not know its ops.
+    """
     if not plan.ops:
         return None
     compute, waited = sum(op.compute_s for op in plan.ops), sum(op.waited_s for op in plan.ops)
@@ -60,7 +64,10 @@ def ops_summary(plan: Plan) -> dict[str, Any] | None:
 
 
 def roofs(plan: Plan) -> dict[str, Any]:
-    """Return the peaks of one device: FLOP/s by dtype, and bytes per second of main memory."""
+    """Return the peaks of one device: FLOP/s by dtype, and bytes per second of main memory.
+
+    Dtypes are bf16 and those of the plan's weights; of dtypes with one peak only the first is listed.
+    """
     topology = Topology.parse(plan.topology)
     dtypes = {plan.dtypes[name] for name in plan.arguments if plan.is_weight(name)}
     peaks: dict[float, str] = {}
@@ -76,7 +83,8 @@ def roofs(plan: Plan) -> dict[str, Any]:
 def memory_data(plan: Plan) -> dict[str, Any] | None:
     """Return the memory chart's figures at each moment, and the tensors in them; None for a plan without them.
 
-    A tensor is [name, kind, count, bytes, first moment, last moment].
+    A tensor is [name, kind, count, bytes, first moment, last moment], where moments are numbers in `moments`. These are
+    in seconds.
     """
     timeline = plan.timeline
     if timeline is None or len(timeline.moments_s) < 2 or not timeline.held:
@@ -92,11 +100,11 @@ def memory_data(plan: Plan) -> dict[str, Any] | None:
 
 
 MAIN = "compute, and what it waits for"
+"""Name of the row of compute and waiting."""
 
 
 def timeline_data(plan: Plan) -> dict[str, Any] | None:
-    """Return rows of spans: compute and waiting of the device, then each link of each loop; None for a plan without
-    spans.
+    """Return rows of spans: compute and waiting of the device, then each link of each loop; None without spans.
 
     `names` are those of spans. A span is [number of its name, kind, start, seconds], in seconds. Its kind is `compute`,
     a kind of collective or `other`. In a loop a span is the sum of all trips.
@@ -132,10 +140,12 @@ def _shown(name: str) -> str:
 
 
 def _link(lane: str) -> str:
+    """Return the name of a lane for people: `link x`, or `host memory`."""
     return lane if lane == "host memory" else f"link {lane}"
 
 
 def _block(block: int) -> str:
+    """Return the name of a block for people; a negative number is outside loops."""
     return "outside loops" if block < 0 else f"loop {block}"
 
 
@@ -144,7 +154,7 @@ def link_loads(plan: Plan) -> dict[str, Any] | None:
 
     All lines of chips along one physical axis carry equal loads, so one line represents them. A link is busy while a
     collective runs over any mesh axis that passes it. If the plan's mesh has another device order than ours, the links
-    are not known and `physical` is empty.
+    are not known and `physical` is empty. Axes of size 1 are left out.
     """
     if not plan.prediction.collectives:
         return None
@@ -166,20 +176,21 @@ def link_loads(plan: Plan) -> dict[str, Any] | None:
 
 
 def _busy(plan: Plan, axes: Iterable[str]) -> dict[str, float]:
-    """Sum the seconds of all collectives over any of these mesh axes, and the seconds that compute waits for them."""
+    """Return `seconds` of all collectives over any of these mesh axes, and `waited_s` that compute waits for them."""
     over = [each for each in plan.prediction.collectives if set(axes) & set(each.axes)]
     return {"seconds": sum(each.seconds for each in over), "waited_s": sum(each.waited_s for each in over)}
 
 
 def _on(mesh: Mesh, axis: str) -> str:
-    """Format the physical axes that a mesh axis covers."""
+    """Format the physical axes that a mesh axis covers: `x(4, ring) + y(2)`."""
     return " + ".join(f"{each.axis}({each.size}{', ring' if each.wrap else ''})" for each in mesh.segments(axis))
 
 
 def _physical(plan: Plan, mesh: Mesh, axis: PhysicalAxis) -> dict[str, Any]:
-    """Return the links along a physical axis.
+    """Return the links along a physical axis, with the mesh axes, seconds and bytes of each.
 
-    For a switch or a network a single link represents each device's own.
+    Links of a torus lead from each place to the next. For a switch or a network a single link represents each device's
+    own.
     """
     segments = [(name, each) for name in mesh.names for each in mesh.segments(name) if each.axis == axis.name]
     line = axis.kind == "torus"
@@ -195,9 +206,10 @@ def _physical(plan: Plan, mesh: Mesh, axis: PhysicalAxis) -> dict[str, Any]:
 
 
 def _carried(plan: Plan, mesh: Mesh, axis: str) -> list[tuple[tuple[str, ...], float]]:
-    """Return for each collective its mesh axes and the bytes that pass a link of a physical axis one way.
+    """Return for each collective its mesh axes and the bytes that pass a link of the physical axis `axis` one way.
 
-    A file may name axes that its mesh lacks: these are on no link.
+    A file may name axes that its mesh lacks: these are on no link, and their collectives are left out. So are those
+    without bytes.
     """
     wires, loads = Collectives(mesh), []
     for each in plan.prediction.collectives:
@@ -214,6 +226,8 @@ def _passes(segment: Segment, place: int, size: int) -> bool:
     """Return True if traffic along a segment passes the link from a place to the next; the last link closes the ring.
 
     A segment's groups lie within runs of `size * stride` devices. Together the groups use all links inside of a run.
+
+    - `size`: places of the physical axis.
     """
     run = segment.size * segment.stride
     if place == size - 1:

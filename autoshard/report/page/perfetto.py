@@ -19,32 +19,38 @@ PREDICTED, COMPILED, MEASURED = 1, 2, 3
 """Numbers of the trace's processes; each process of a profile has a number from `MEASURED` on."""
 
 Event = dict[str, Any]
+"""Event of the trace format: `ph`, `name`, `pid`, `tid`, `ts` in microseconds, `args`."""
 
 
 def perfetto_trace(
     plan: Plan, compiled: Mapping[str, Any] | None = None, profile: Sequence[Event] | None = None
 ) -> dict[str, Any]:
-    """Build the trace as a JSON value: a track of compute and exposed communication, tracks of links, and memory
+    """Build the trace as a JSON value: tracks of compute and waiting, of links and of pipeline stages, and memory
     counters.
 
-    Each link of each block has its own track; memory is a counter by kind. `compiled` is the output of `autoshard
-    compile --json`. The estimate of the compiled program, laid out in time, is a second process. `profile` has the
-    events of a measured profile (see `read_profile`), which are further processes.
+    Each link of each block has its own track; memory is a counter by kind.
 
-    Raises `UserError` if the plan or the compiled program has no timeline.
+    - `compiled`: output of `autoshard compile --json`; the estimate of the compiled program, laid out in time, is a
+      second process.
+    - `profile`: events of a measured profile (see `read_profile`), which are further processes.
+
+    Raises `UserError` if the plan or the compiled program has no timeline, or if the profile has no event with a
+    duration.
     """
     events = [*_predicted(plan), *(_compiled(compiled) if compiled else ()), *(_measured(profile) if profile else ())]
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
 def perfetto_json(plan: Plan, compiled: Mapping[str, Any] | None = None, profile: Sequence[Event] | None = None) -> str:
-    """Return the trace as text for a file."""
+    """Return the trace of `perfetto_trace` as text for a file."""
     return json.dumps(perfetto_trace(plan, compiled, profile), separators=(",", ":"), allow_nan=False)
 
 
 def read_profile(path: pathlib.Path) -> list[Event]:
-    """Read the events of a profile in Chrome's trace format, also gzipped, as `autoshard measure --profile` and JAX
-    write.
+    """Return the events of a profile in Chrome's trace format, also gzipped.
+
+    `autoshard measure --profile` and JAX write such files. The events are a list, or under `traceEvents` of an object;
+    entries that are no objects are dropped.
 
     Raises `UserError` for a file that cannot be read or is no trace.
     """
@@ -61,7 +67,10 @@ def read_profile(path: pathlib.Path) -> list[Event]:
 
 
 def _predicted(plan: Plan) -> list[Event]:
-    """Return the events of the plan's timeline: spans, stages, and memory."""
+    """Return the events of the plan's timeline: spans, stages, and memory.
+
+    Raises `UserError` if the plan has no timeline.
+    """
     timeline = plan.timeline
     if timeline is None:
         raise UserError("the plan has no timeline: it was saved by an older autoshard; make it again.")
@@ -79,7 +88,10 @@ FIRST_STAGE = 1000
 
 
 def _stages(plan: Plan) -> list[Event]:
-    """Return a track for each stage of a pipeline: forward and backward work by microbatch; the bubble is blank."""
+    """Return a track for each stage of a pipeline: forward and backward work by microbatch; the bubble is blank.
+
+    The list is empty without a pipeline.
+    """
     events: list[Event] = []
     pipeline = plan.pipeline
     for stage, row in enumerate(pipeline.timetable().rows if pipeline else ()):
@@ -95,7 +107,10 @@ def _stages(plan: Plan) -> list[Event]:
 
 
 def _compiled(figures: Mapping[str, Any]) -> list[Event]:
-    """Return the events of the compiled program's estimate."""
+    """Return the events of the compiled program's estimate.
+
+    Raises `UserError` if it has no spans.
+    """
     rows = (figures.get("time") or {}).get("spans")
     if not rows:
         raise UserError("the compiled program has no timeline; give the output of `autoshard compile --json`.")
@@ -104,7 +119,12 @@ def _compiled(figures: Mapping[str, Any]) -> list[Event]:
 
 
 def _measured(profile: Sequence[Event]) -> list[Event]:
-    """Return a profile that starts at its first event, its processes numbered after ours."""
+    """Return the spans, metadata and counters of a profile, moved so that its first span starts at 0.
+
+    Processes without spans are left out, and the others are numbered from `MEASURED` on.
+
+    Raises `UserError` if no event has a duration.
+    """
     timed = [e for e in profile if e.get("ph") == "X" and isinstance(e.get("ts"), (int, float)) and "pid" in e]
     if not timed:
         raise UserError("the profile holds no events with a duration; record it again.")
@@ -129,7 +149,10 @@ _Row = tuple[str, str, int | None, float, float]
 
 
 def _spans(process: int, title: str, spans: Iterable[_Row]) -> list[Event]:
-    """Return a process with a track for compute and waiting, and a track for each link (of each block)."""
+    """Return a process with a track for compute and waiting, and a track for each link (of each block, if it is known).
+
+    - `process`, `title`: number and name of the process.
+    """
     tracks: dict[tuple[str, int | None], int] = {("", None): 1}
     events = []
     for name, lane, block, start, seconds in spans:
@@ -148,7 +171,10 @@ def _spans(process: int, title: str, spans: Iterable[_Row]) -> list[Event]:
 
 
 def _event(process: int, phase: str, name: str, microseconds: float, arguments: Event, track: int = 0) -> Event:
-    """Build one event; `phase` is X for a span, M for metadata, C for a counter."""
+    """Return one event; `phase` is X for a span, M for metadata, C for a counter.
+
+    A span also needs its duration `dur`, which the caller adds.
+    """
     return {"ph": phase, "name": name, "pid": process, "tid": track, "ts": microseconds, "args": arguments}
 
 
@@ -159,4 +185,5 @@ def _short(name: str) -> str:
 
 
 def _block(block: int) -> str:
+    """Return the name of a block for people; a negative number is outside loops."""
     return "outside loops" if block < 0 else f"loop {block}"

@@ -24,7 +24,10 @@ _SHORT = 4
 def sweep_figures(rows: Sequence[SweepRow], prices: Mapping[str, float], tokens: float | None = None) -> dict[str, Any]:
     """Return the object that `autoshard sweep --json` prints; unknown figures are `None`.
 
-    `prices` are of a chip's hour, by chip; `tokens` are those of a whole run.
+    `best`, `smallest` and `frontier` are positions in `rows`.
+
+    - `prices`: price of a chip's hour, by chip.
+    - `tokens`: tokens of a whole run; None leaves out days and cost.
     """
     choice = choose_rows(rows, prices)
     return {
@@ -36,7 +39,7 @@ def sweep_figures(rows: Sequence[SweepRow], prices: Mapping[str, float], tokens:
 
 
 def _figures(row: SweepRow, prices: Mapping[str, float], tokens: float | None) -> dict[str, Any]:
-    """Return the figures of one row of the sweep."""
+    """Return the figures of one row of the sweep as plain values; empty texts become None."""
     return {
         "topology": row.topology,
         "batch": row.batch,
@@ -61,7 +64,11 @@ def _figures(row: SweepRow, prices: Mapping[str, float], tokens: float | None) -
 
 
 def sweep_report(rows: Sequence[SweepRow], prices: Mapping[str, float], tokens: float | None = None) -> RenderableType:
-    """Format a line for each row with the best ones marked, then each row's mesh and recipe, then the failures."""
+    """Format a line for each row with the best ones marked, then each planned row's mesh and recipe, then the failures.
+
+    - `prices`: price of a chip's hour, by chip; empty leaves out the column of costs.
+    - `tokens`: tokens of a whole run; without them the price is that of a million tokens.
+    """
     choice = choose_rows(rows, prices)
     varied = [name for name in ("batch", "remat") if any(getattr(row, name) is not None for row in rows)]
     table = _table("")
@@ -94,7 +101,7 @@ def sweep_report(rows: Sequence[SweepRow], prices: Mapping[str, float], tokens: 
 
 
 def _table(*columns: str) -> Table:
-    """Make a table in the style of the sweep's report."""
+    """Return an empty table in the style of the sweep's report, with these columns."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for name in columns:
         table.add_column(name, no_wrap=True)
@@ -102,13 +109,13 @@ def _table(*columns: str) -> Table:
 
 
 def _mark(number: int, choice: SweepChoice) -> str:
-    """Return the marks of a row: `*` for the best, `s` for the smallest, `f` on the frontier."""
+    """Return the marks of the row at a position: `*` for the best, `s` for the smallest, `f` on the frontier."""
     marks = ("*" if number == choice.best else "") + ("s" if number == choice.smallest else "")
     return marks + ("f" if number in choice.frontier else "")
 
 
 def _legend(rows: Sequence[SweepRow], choice: SweepChoice, prices: Mapping[str, float]) -> list[Text]:
-    """Return the lines that explain the marks, and the chips without a price."""
+    """Return the lines that explain the marks, and a line with the chips without a price if some have one."""
     assert choice.best is not None and choice.smallest is not None
     priced = all(row.price_per_token(prices) is not None for row in rows if not row.failed)
     best = "cheapest for each token" if priced else "fastest"
@@ -121,7 +128,11 @@ def _legend(rows: Sequence[SweepRow], choice: SweepChoice, prices: Mapping[str, 
 
 
 def _meshes(planned: Sequence[SweepRow], varied: Sequence[str]) -> Table:
-    """Return a table of mesh and recipe of each planned row."""
+    """Return a table of mesh and recipe of each planned row; recipes are left out if none has more than batch and
+    remat.
+
+    - `varied`: names of the fields `batch` and `remat` that have a column.
+    """
     table = _table("topology", *varied, "mesh")
     table.columns[-1].no_wrap = False
     recipes = any(set(row.recipe) - {"batch", "remat"} for row in planned)
@@ -139,19 +150,22 @@ def _meshes(planned: Sequence[SweepRow], varied: Sequence[str]) -> Table:
 
 
 def _headroom(row: SweepRow) -> str:
+    """Format the memory left on a device in GiB; empty if it is unknown."""
     return "" if row.headroom_bytes is None else f"{row.headroom_bytes / GIB:.1f}"
 
 
 def _count(value: float | None) -> str:
+    """Format a number with a prefix such as M; empty for None."""
     return "" if value is None else format_count(value)
 
 
 def _days(days: float | None) -> str:
+    """Format days with three digits; empty for None."""
     return "" if days is None else f"{days:.3g}" if days < 1e3 else f"{days:,.0f}"
 
 
 def _money(row: SweepRow, prices: Mapping[str, float], tokens: float | None) -> str:
-    """Format the cost of a run of `tokens`, or of a million tokens if they are not given."""
+    """Format the cost of a run of `tokens`, or of a million tokens if they are not given; empty if it is unknown."""
     value = row.cost(tokens, prices) if tokens else row.price_per_token(prices)
     if value is None:
         return ""
@@ -160,6 +174,8 @@ def _money(row: SweepRow, prices: Mapping[str, float], tokens: float | None) -> 
 
 def plot_sweep(rows: Sequence[SweepRow], path: str | os.PathLike[str]) -> None:
     """Write a picture (its format by the suffix: `.png`, `.svg`, `.pdf`): step time, MFU and headroom over the batch.
+
+    Each topology with each remat policy is a line; if no row has a batch, it is a bar.
 
     Raises `UserError` without matplotlib, for an unknown suffix, and if no row could be planned.
     """
@@ -206,9 +222,11 @@ def sweep_page(
     tokens: float | None = None,
     pages: Mapping[str, str] | None = None,
 ) -> str:
-    """Return the page as text. `prices` (of a chip's hour, by chip) and `tokens` are the initial values of its fields.
+    """Return the page as text; failed rows are listed apart from its table.
 
-    `pages` are paths of the plans' pages relative to this page, by the names of their files (`SweepRow.plan`).
+    - `prices`, `tokens`: initial values of the page's fields: prices of a chip's hour by chip, and tokens of a run.
+      Without tokens it is `TOKENS`.
+    - `pages`: paths of the plans' pages relative to this page, by the names of their files (`SweepRow.plan`).
     """
     planned = [row for row in rows if not row.failed]
     chips = list(dict.fromkeys(row.chip for row in planned))

@@ -14,23 +14,32 @@ class TreeNode:
     """A module or a tensor. Sizes are bytes over all `repeats`; `device_bytes` are those of one device."""
 
     label: str
+    """Last part of the name; `0–31` for merged blocks."""
     repeats: int = 1
+    """Number of merged blocks, or of the layers of a stack."""
     total_bytes: int = 0
+    """Bytes of the whole tensors, over all `repeats`."""
     device_bytes: int = 0
+    """Bytes of one device's parts of the tensors, over all `repeats`."""
     comm_s: float = 0.0
+    """Seconds of communication in one step that the tensors cause."""
     children: list["TreeNode"] = dataclasses.field(default_factory=list)
+    """Modules and tensors of a module, in the plan's order; empty for a tensor."""
     name: str = ""
     """Full name of a tensor; empty for a module."""
     shape: tuple[int, ...] = ()
     dtype: str = ""
     dims: tuple[tuple[str, ...], ...] = ()
+    """Mesh axes that split each dim of a tensor."""
 
     def signature(self) -> Any:
-        """Return a value that is equal for blocks with the same tensors and specs."""
+        """Return a value that is equal for blocks with the same tensors and specs; the block's own label does not
+        count.
+        """
         return (self.shape, self.dtype, self.dims, tuple((child.label, child.signature()) for child in self.children))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the tree as a JSON object."""
+        """Return the tree as a JSON object; a tensor has name, shape, dtype and dims, a module its children."""
         value: dict[str, Any] = {
             "label": self.label,
             "repeats": self.repeats,
@@ -52,10 +61,11 @@ ROLE_TITLES = {
     "batch": "batch",
     "other": "other arguments",
 }
+"""Labels of the trees by role, in the order of the report."""
 
 
 def module_trees(plan: Plan) -> list[TreeNode]:
-    """Return one tree for each role of the plan's arguments, parameters first."""
+    """Return one tree for each role that the plan's arguments have, in the order of `ROLE_TITLES`."""
     trees = []
     for role, title in ROLE_TITLES.items():
         names = [name for name in plan.arguments if plan.roles[name] == role]
@@ -69,7 +79,7 @@ def module_trees(plan: Plan) -> list[TreeNode]:
 
 
 def _insert(root: TreeNode, name: str, plan: Plan) -> None:
-    """Insert an argument below the modules in its name."""
+    """Insert an argument below the modules in its name, and add modules that are missing."""
     node = root
     *modules, last = name.split(".")
     for part in modules:
@@ -86,7 +96,7 @@ def _insert(root: TreeNode, name: str, plan: Plan) -> None:
 
 
 def _seconds_by_cause(plan: Plan) -> dict[str, float]:
-    """Return the seconds of communication by the tensor that causes them."""
+    """Return the seconds of communication in one step by the name of the tensor or op that causes them."""
     seconds: dict[str, float] = {}
     for collective in plan.prediction.collectives:
         seconds[collective.cause] = seconds.get(collective.cause, 0.0) + collective.seconds
@@ -94,7 +104,10 @@ def _seconds_by_cause(plan: Plan) -> dict[str, float]:
 
 
 def _settle(node: TreeNode, seconds: Mapping[str, float]) -> None:
-    """Sum sizes and times from the leaves up, and fold repeats."""
+    """Sum sizes and times from the leaves up, merge repeats and modules of a single tensor, in place.
+
+    - `seconds`: seconds of communication by name.
+    """
     if node.name:
         node.comm_s = seconds.get(node.name, 0.0)
         return
@@ -109,7 +122,7 @@ def _settle(node: TreeNode, seconds: Mapping[str, float]) -> None:
 
 
 def _only_tensor(node: TreeNode) -> TreeNode:
-    """Merge a module with a single tensor into one line: `q_proj.weight`."""
+    """Return a module with a single tensor as that tensor, with a joint label such as `q_proj.weight`; else `node`."""
     if len(node.children) != 1 or not node.children[0].name or node.repeats > 1:
         return node
     (leaf,) = node.children
@@ -118,7 +131,9 @@ def _only_tensor(node: TreeNode) -> TreeNode:
 
 
 def _stacked(node: TreeNode) -> int:
-    """Return the number of layers of a stacked block: the leading dim that all its tensors share."""
+    """Return the number of layers of a stacked block: the leading dim that all its tensors share, or 1 if they share
+    none.
+    """
     leading = {child.shape[:1] if child.name else (_stacked(child),) for child in node.children}
     (first,) = leading if len(leading) == 1 else ((),)
     return first[0] if first else 1
@@ -137,7 +152,7 @@ def _folded(children: Iterable[TreeNode]) -> Iterable[TreeNode]:
 
 
 def _merged(run: list[TreeNode]) -> Iterable[TreeNode]:
-    """Yield one node for a run of equal blocks."""
+    """Yield one node for a run of equal blocks, with their summed sizes; nothing for an empty run."""
     if len(run) > 1:
         first = run[0]
         _add_up(first, run[1:])
@@ -147,7 +162,7 @@ def _merged(run: list[TreeNode]) -> Iterable[TreeNode]:
 
 
 def _add_up(node: TreeNode, others: list[TreeNode]) -> None:
-    """Add the sizes and times of other blocks to a node."""
+    """Add the sizes and times of other blocks to a node of the same structure, on every level."""
     node.total_bytes += sum(other.total_bytes for other in others)
     node.device_bytes += sum(other.device_bytes for other in others)
     node.comm_s += sum(other.comm_s for other in others)

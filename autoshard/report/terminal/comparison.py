@@ -39,7 +39,8 @@ def candidates(
 ) -> list[tuple[str, Plan, bool]]:
     """Return (name, plan, True if its prediction holds) for the plan, the `offered` candidates and all baselines.
 
-    With `propagated`, each baseline occurs a second time without its pins.
+    Completed baselines are named `fsdp*`. An offered candidate with such a name or the plan's is left out. With
+    `propagated`, each baseline occurs a second time as `fsdp`, without its pins, and its prediction does not hold.
     """
     names = {"plan", *(f"{name}*" for name in baselines)}
     rows = [("plan", plan, True)]
@@ -52,7 +53,7 @@ def candidates(
 
 
 def comparison_figures(rows: Sequence[ComparisonRow]) -> dict[str, Any]:
-    """Return the JSON object of `autoshard compare --json`."""
+    """Return the JSON object of `autoshard compare --json`; absent results are None."""
     return {
         "plans": {
             row.name: {
@@ -68,7 +69,10 @@ def comparison_figures(rows: Sequence[ComparisonRow]) -> dict[str, Any]:
 
 
 def undecided(row: ComparisonRow, rows: Sequence[ComparisonRow]) -> list[str]:
-    """Return the names of other plans whose estimated step differs by less than the estimator's error for pairs."""
+    """Return the names of other plans whose estimated step differs by less than the estimator's error for pairs.
+
+    Plans that are not compiled are never undecided.
+    """
     mine = _estimated(row)
     if mine is None:
         return []
@@ -81,18 +85,21 @@ def undecided(row: ComparisonRow, rows: Sequence[ComparisonRow]) -> list[str]:
 
 
 def _estimated(row: ComparisonRow) -> float | None:
-    """Return the estimated step of a compiled plan in seconds; None if it is not compiled."""
+    """Return the estimated step of a compiled plan in seconds; None if it is not compiled or has no estimate."""
     return row.compiled["step_time_s"]["estimated"] if row.compiled else None
 
 
 def _pair_error(row: ComparisonRow, other: ComparisonRow) -> float:
-    """Return the relative error of the estimator for the ratio of two steps."""
+    """Return the share of the longer of two estimated steps by which their difference may be wrong."""
     mine, theirs = (r.compiled["time"]["by_kind"] if r.compiled else {} for r in (row, other))
     return pair_error(mine, theirs, max(_estimated(row) or 0.0, _estimated(other) or 0.0))
 
 
 def comparison_report(plan: Plan, rows: Sequence[ComparisonRow]) -> RenderableType:
-    """Return the table for a terminal, fastest first by the best available evidence."""
+    """Return the table for a terminal, fastest first by the best available evidence.
+
+    Columns of compiled and measured figures are left out if no row has them.
+    """
     mesh = mesh_words(plan.mesh)
     title = Text(f"{clean(plan.program_name, 60)} on {plan.topology}, mesh {mesh}", style="bold")
     compiled = any(row.compiled for row in rows)
@@ -116,7 +123,10 @@ def comparison_report(plan: Plan, rows: Sequence[ComparisonRow]) -> RenderableTy
 
 
 def _close(rows: Sequence[ComparisonRow]) -> list[Text]:
-    """Return a note on plans that the estimates cannot separate and that are not measured; empty if there are none."""
+    """Return a note on plans that the estimates cannot separate and that are not measured; empty if there are none.
+
+    Only ties with the fastest of these plans count.
+    """
     timed = sorted((r for r in rows if _estimated(r) is not None and not r.measured), key=lambda r: _estimated(r) or 0)
     close = undecided(timed[0], timed) if timed else []
     if not close:
@@ -128,7 +138,10 @@ def _close(rows: Sequence[ComparisonRow]) -> list[Text]:
 
 
 def _evidence(row: ComparisonRow) -> tuple[bool, float]:
-    """Return the sort key of a row: measured time, else estimated, else predicted."""
+    """Return the sort key of a row: measured time, else estimated, else predicted.
+
+    A row that has neither and does not fit, or has no prediction, is last.
+    """
     if row.measured:
         return False, row.measured["step_time_s"]
     estimated = row.compiled["step_time_s"]["estimated"] if row.compiled else None
@@ -139,7 +152,7 @@ def _evidence(row: ComparisonRow) -> tuple[bool, float]:
 
 
 def _predicted(prediction: Prediction | None) -> list[str]:
-    """Return the predicted figures of a row."""
+    """Return the five predicted figures of a row as text; dashes without a prediction."""
     if prediction is None:
         return ["-"] * 5
     return [
@@ -152,7 +165,10 @@ def _predicted(prediction: Prediction | None) -> list[str]:
 
 
 def _compiled(figures: dict[str, Any] | None) -> list[str]:
-    """Return the compiled figures of a row."""
+    """Return estimated step, peak and verdict of a compiled row as text; dashes if it is not compiled.
+
+    `remat` means that it fits only with the compiler's own rematerialisation.
+    """
     if figures is None:
         return ["-"] * 3
     estimated, peak = figures["step_time_s"]["estimated"], figures["peak_bytes"]["compiled"]
@@ -169,7 +185,10 @@ def candidate_figures(candidates: Sequence[PlanCandidate]) -> list[dict[str, Any
 
 
 def candidates_report(candidates: Sequence[PlanCandidate]) -> RenderableType:
-    """Return the table of candidates for a terminal, in the given order: the plan, then by predicted time."""
+    """Return the table of candidates for a terminal, in the given order: the plan, then by predicted time.
+
+    The list has at least the plan itself, as its first entry.
+    """
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("", no_wrap=True)
     for column in ("step", "vs plan", "exposed", "peak"):

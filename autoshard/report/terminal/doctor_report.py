@@ -22,7 +22,9 @@ class Ability:
     """One ability of autoshard that needs packages."""
 
     name: str
+    """The ability in words, such as `plan JAX programs`."""
     works: bool
+    """True if all its packages are installed."""
     note: str
     """Versions if the ability works, else the missing packages and how to install them."""
 
@@ -58,7 +60,10 @@ _ACCELERATORS = ("/dev/nvidia[0-9]*", "/dev/accel*", "/dev/vfio/[0-9]*")
 
 
 def doctor() -> dict[str, Any]:
-    """Return versions, abilities and devices as plain values. A separate process starts JAX to list its devices."""
+    """Return versions, abilities and devices as plain values, the object of `autoshard doctor --json`.
+
+    A separate process starts JAX to list its devices, for up to `_WAIT_S`.
+    """
     abilities = [_ability(*row) for row in _ABILITIES]
     devices, backend, unused = _devices()
     return {
@@ -88,7 +93,7 @@ def _version(package: str) -> str | None:
 
 
 def _ability(name: str, packages: tuple[str, ...], install: str) -> Ability:
-    """Return an ability, with the versions of its packages or the missing ones."""
+    """Return an ability, with the versions of its packages, or with the missing ones and the `install` command."""
     versions = {package: _version(package) for package in packages}
     missing = [package for package, version in versions.items() if version is None]
     if missing:
@@ -99,8 +104,9 @@ def _ability(name: str, packages: tuple[str, ...], install: str) -> Ability:
 def _devices() -> tuple[list[str], str, str]:
     """Return the devices and the backend that JAX finds, and a warning about an accelerator that JAX does not use.
 
-    If JAX starts no backend, the backend is the reason. A separate process runs JAX, since plugins of absent
-    accelerators print on the terminal and may wait for their device.
+    If JAX starts no backend, the list is empty and the backend is the reason. The warning is empty if there is none to
+    give. A separate process runs JAX, since plugins of absent accelerators print on the terminal and may wait for their
+    device.
     """
     answer = run_script(_LOOK, _WAIT_S)
     if answer is None:
@@ -118,7 +124,7 @@ def _devices() -> tuple[list[str], str, str]:
 
 
 def _warnings() -> list[str]:
-    """Return warnings about versions that do not work together."""
+    """Return warnings about installed versions of torch and torch_xla, or jax and jaxlib, that do not work together."""
     warnings = []
     torch, torch_xla = _version("torch"), _version("torch_xla")
     if torch and torch_xla and _minor(torch) != _minor(torch_xla):
@@ -132,7 +138,7 @@ def _warnings() -> list[str]:
 
 
 def _tested() -> str:
-    """Return a sentence on the tested environment that differs least from the installed packages."""
+    """Return a sentence on the tested environment that differs least from the installed packages and Python."""
     installed = {package: _version(package) for package in PACKAGES} | {"python": platform.python_version()}
     nearest = min(TESTED, key=lambda each: len(each.differs(installed)))
     differing = nearest.differs(installed)
@@ -143,12 +149,12 @@ def _tested() -> str:
 
 
 def _minor(version: str) -> list[str]:
-    """Return the first two numbers of a version."""
+    """Return the first two numbers of a version as text: `['2', '9']` for `2.9.1`."""
     return re.findall(r"\d+", version)[:2]
 
 
 def doctor_report(found: dict[str, Any]) -> RenderableType:
-    """Return the report of `doctor` for a terminal."""
+    """Return the report of `doctor` for a terminal, with at most eight devices."""
     from autoshard.base.units import format_bytes
 
     head = Text(f"Python {found['python']}, {found['cores']} cores, {format_bytes(found['memory_bytes'])} of memory")

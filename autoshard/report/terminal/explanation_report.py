@@ -32,11 +32,14 @@ HOW = {
     "held": "everything else as it is",
     "impossible": "its neighbours exclude it",
 }
+"""Words for the values of `Alternative.how`."""
 
 
 def explanation_report(found: Explanation, plan: Plan | None = None) -> RenderableType:
     """Return the report of a tensor's spec: its source, every other spec with its price, and the pipeline of its
     `plan`.
+
+    Without a plan or a pipeline, the last part is left out.
     """
     pipeline = None if plan is None else schedule_report(plan)
     explained = _explained(found)
@@ -44,7 +47,9 @@ def explanation_report(found: Explanation, plan: Plan | None = None) -> Renderab
 
 
 def _explained(found: Explanation) -> RenderableType:
-    """Return the report of a tensor's spec without the pipeline."""
+    """Return the report of a tensor's spec without the pipeline; at most `SHOWN` alternatives and the chosen spec are
+    listed.
+    """
     lines: list[RenderableType] = [
         Text.assemble(
             (clean(found.name), "bold"), f" ({found.role}) is split ", (spec_text(found.spec, found.shape), "cyan")
@@ -79,7 +84,10 @@ def _explained(found: Explanation) -> RenderableType:
 
 
 def _delta(one: Alternative) -> str:
-    """Return the seconds of an alternative against the plan, with a mark if all other decisions are fixed."""
+    """Return the signed seconds of an alternative against the plan, with `*` if all other decisions are fixed.
+
+    It is `chosen` for the plan's own spec, and `-` if unknown.
+    """
     if one.chosen or one.delta_s is None:
         return "chosen" if one.chosen else "-"
     sign = "+" if one.delta_s >= 0 else "-"
@@ -87,7 +95,10 @@ def _delta(one: Alternative) -> str:
 
 
 def _what(one: Alternative) -> str:
-    """Return the largest collective that an alternative adds, and the change that would make it win."""
+    """Return the largest collective that an alternative adds, and the change that would make it win.
+
+    It is empty for the chosen spec, and the reason if the alternative is impossible.
+    """
     if one.chosen:
         return ""
     if one.step_time_s is None:
@@ -101,12 +112,14 @@ def _what(one: Alternative) -> str:
 def alternatives(plan: Plan) -> list[dict[str, Any]]:
     """Return every alternative to the plan with a known time or bound, as one dict each.
 
-    Alternatives are recipes, meshes and baselines. Unknown figures are None. If a recipe has another batch, compare
-    times per element. A dict has these entries:
+    Alternatives are recipes, meshes and baselines, in this order. Unknown figures are None. If a recipe has another
+    batch, compare times per element. A dict has these entries:
 
-    - `group`, `name`: kind of alternative and its name.
+    - `group`, `name`: kind of alternative (`recipes`, `meshes`, `baselines`) and its name.
     - `step_s`, `bound_s`: step time and lower bound in seconds.
     - `peak_bytes`: peak of one device.
+    - `fits`: True if it fits in memory.
+    - `foreseen`: True if the figures of a recipe are a forecast.
     - `per_element_s`: seconds per element of a batch.
     - `why`: reason against it in words.
     """
@@ -123,7 +136,7 @@ def chosen_per_element(plan: Plan) -> float | None:
 
 
 def _tried(plan: Plan) -> tuple[dict[str, Any], ...]:
-    """Return the recipes in a plan's provenance."""
+    """Return the recipes in a plan's provenance, each as a dict; empty for a plan of one given recipe."""
     return plan.recipe.tried if plan.recipe is not None else ()
 
 
@@ -153,11 +166,13 @@ def _meshes(plan: Plan) -> list[dict[str, Any]]:
 def _row(
     group: str, name: str, step: float | None, bound: float | None, peak: int | None, fits: bool | None, why: str
 ) -> dict[str, Any]:
-    """Return an alternative as a dict.
+    """Return an alternative as a dict of `alternatives`, neither forecast nor with a time per element.
+
+    Times that are infinite become None, and texts are cleaned and shortened.
 
     - `group`, `name`: kind of alternative and its name.
     - `step`, `bound`: step time and lower bound in seconds.
-    - `peak`: bytes of one device.
+    - `peak`, `fits`: bytes of one device, and True if they fit.
     - `why`: reason against it.
     """
     return {
@@ -179,7 +194,10 @@ def step_limits(plan: Plan) -> tuple[str, ...]:
 
 
 def _time(plan: Plan) -> list[str]:
-    """Return sentences on the limits of the step time."""
+    """Return sentences on the limits of the step time; none for a step without time.
+
+    For a plan by stages the sentence is on the bubble. Below 0.5 % of exposed communication, compute is the limit.
+    """
     prediction = plan.prediction
     total = prediction.compute_s + prediction.exposed_comm_s
     if total <= 0:
@@ -188,12 +206,14 @@ def _time(plan: Plan) -> list[str]:
     if plan.by_stage and plan.pipeline is not None:
         bubble = plan.pipeline.bubble()
         return [f"{bubble:.1%} of the time in the stages is bubble; inside of them {share:.1%} is communication."]
+    # Below half a percent, a printed share would round to 0 or 1 %.
     if share < 0.005:
         return ["Compute sets the step time: hardly any communication is exposed."]
     worst = _worst_exposed(prediction)
     costliest = f"; the costliest is {worst}" if worst else ""
     lines = [f"Exposed communication is {share:.0%} of the step{costliest}."]
     waits = sum(s.seconds for s in plan.timeline.spans if s.name == WAITS_FOR_HOST) if plan.timeline else 0.0
+    # Shorter waits are not worth a sentence, like communication above.
     if waits > 0.005 * total:
         lines.append(
             f"The step waits {format_seconds(waits)} of it for transfers from and to the hosts' memory that compute "
@@ -203,7 +223,7 @@ def _time(plan: Plan) -> list[str]:
 
 
 def _flag_sets(plan: Plan) -> list[str]:
-    """Return a sentence on the set of compiler flags that gains most for this plan, if one gains enough."""
+    """Return a sentence on the set of compiler flags that gains most for this plan; empty if the plan has none."""
     gains = plan.origin.flag_sets
     if not gains:
         return []
@@ -215,8 +235,9 @@ def _flag_sets(plan: Plan) -> list[str]:
 
 
 def _worst_exposed(prediction: Prediction) -> str:
-    """Return the kind of collective and the axes that expose most communication, with its largest cause; empty if
-    none.
+    """Return the kind of collective and the axes that expose most communication, with seconds and its largest cause.
+
+    Empty if nothing is exposed.
     """
     groups: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
     for collective in prediction.collectives:
@@ -231,7 +252,10 @@ def _worst_exposed(prediction: Prediction) -> str:
 
 
 def _memory(plan: Plan) -> list[str]:
-    """Return a sentence on the memory peak."""
+    """Return a sentence on the memory peak, its largest kind and the bytes that are left or missing.
+
+    Empty if the kinds are unknown.
+    """
     prediction = plan.prediction
     if not prediction.memory:
         return []
@@ -244,7 +268,7 @@ def _memory(plan: Plan) -> list[str]:
 
 
 def _gaps(plan: Plan) -> list[str]:
-    """Return a sentence on the solver gap and the plan gap."""
+    """Return one sentence on the solver gap and the plan gap; for a plan by stages on the plan gap alone."""
     if plan.by_stage:
         return [
             f"The step is within {plan.plan_gap:.1%} of a lower bound for all cuts between modules by this schedule, "
@@ -258,7 +282,11 @@ def _gaps(plan: Plan) -> list[str]:
 
 
 def why_not(plan: Plan, name: str) -> tuple[str, ...]:
-    """Return the reasons for which the plan was preferred to one of its baselines."""
+    """Return sentences with the reasons for which the plan was preferred to its baseline `name`.
+
+    They state if it does not fit and by how many bytes, and the larger source of its extra time. A baseline at most 0.5
+    % slower counts as equally fast.
+    """
     own, other = plan.prediction, plan.baselines[name]
     sentences = []
     if not other.fits:
@@ -269,6 +297,7 @@ def why_not(plan: Plan, name: str) -> tuple[str, ...]:
             f"It does not fit: it needs {format_bytes(other.peak_bytes)} a device{most}, {format_bytes(over)} too much."
         )
     slower = other.step_time_s - own.step_time_s
+    # Differences below half a percent are far below the error of a prediction.
     if slower <= 0.005 * own.step_time_s:
         faster = f"it would be {format_seconds(-slower)} faster" if slower < 0 else "it is about as fast as the plan"
         sentences.append(f"By time alone {faster}.")

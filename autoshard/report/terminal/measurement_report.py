@@ -16,7 +16,10 @@ from autoshard.report.display import clean
 
 
 def measurement_report(plan: Plan, figures: Mapping[str, Any]) -> RenderableType:
-    """Return the report of a measured plan; `figures` is the object that `autoshard measure --json` prints."""
+    """Return the report of a measured plan; `figures` is the object that `autoshard measure --json` prints.
+
+    It has predicted and measured times and collectives, and the verdicts of comparisons that were made.
+    """
     mesh = mesh_words(plan.mesh)
     title = Text(f"{clean(plan.program_name, 60)} on {figures['device']}, mesh {mesh}", style="bold")
     predicted = plan.prediction.step_time_s
@@ -48,7 +51,9 @@ def measurement_report(plan: Plan, figures: Mapping[str, Any]) -> RenderableType
 
 
 def _predicted_time(plan: Plan, time: Mapping[str, Any]) -> str:
-    """Return the predicted time of a measured collective."""
+    """Return the predicted seconds of all collectives of a measured one's kind and axes as text; `-` if
+    there are none.
+    """
     alike = [
         c.seconds for c in plan.prediction.collectives if c.kind == time["kind"] and set(c.axes) == set(time["axes"])
     ]
@@ -56,7 +61,7 @@ def _predicted_time(plan: Plan, time: Mapping[str, Any]) -> str:
 
 
 def _eager(figures: Mapping[str, Any]) -> Text:
-    """Return the verdict of the comparison with eager torch."""
+    """Return the verdict of the comparison with eager torch, or the reason for which it was skipped."""
     if figures["skipped"]:
         return Text(clean(figures["skipped"], 400), style="yellow")
     passed, worst = figures["agrees"], figures["worst"]
@@ -96,7 +101,7 @@ def _edge(name: str, figures: Mapping[str, Any] | None, tolerance: float) -> Tex
 
 
 def _check(figures: Mapping[str, Any]) -> Text:
-    """Return the verdict of the comparison with the unplanned run."""
+    """Return the verdict of the comparison with the unplanned run, and the differences that are allowed."""
     passed = figures["passed"]
     text = Text("AGREES" if passed else "DIFFERS", style="bold green" if passed else "bold red")
     text.append(
@@ -139,7 +144,9 @@ def refinement_report(result: Refinement) -> RenderableType:
 
 
 def _cells(each: Judged) -> list[str]:
-    """Return the figures of a judged plan for its row."""
+    """Return the figures of a judged plan for its row: seen seconds, their error, both predictions, peak
+    and verdict.
+    """
     seen = each.seen
     verdict = "-" if seen.failed else "no" if not seen.fits else "remat" if "remat" in seen.verdict else "yes"
     return [
@@ -153,7 +160,7 @@ def _cells(each: Judged) -> list[str]:
 
 
 def _learned(result: Refinement) -> list[RenderableType]:
-    """Return the table of figures that the refinement learned."""
+    """Return a summary and the table of figures that the refinement learned, or a sentence if it learned none."""
     fit = result.fit
     if not fit.figures:
         return [Text("Nothing was learned: what was seen moves no figure.")]

@@ -16,10 +16,13 @@ from autoshard.report.display import clean, readable
 
 
 FIGURES = ("step_time_s", "compute_s", "hidden_comm_s", "exposed_comm_s", "peak_bytes", "mfu", "fits")
+"""Fields of `Prediction` that are compared."""
 SHOWN = 40
+"""Most rows that each table of the report lists; the rest is counted."""
 
 
 FREE = "not pinned"
+"""Text in place of a spec if propagation decides."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,6 +34,7 @@ class Inside:
     first: str
     """Specs in the first plan, one after the other; `not pinned` if propagation decides."""
     second: str
+    """Specs in the second plan, one after the other."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,9 +42,13 @@ class Sent:
     """All communication of one kind over the same axes in a step."""
 
     count: int = 0
+    """Number of collectives."""
     wire_bytes: int = 0
+    """Bytes on the wire of all collectives."""
     seconds: float = 0.0
+    """Seconds of all collectives in one step."""
     exposed_s: float = 0.0
+    """Seconds of these that compute waits for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,8 +62,11 @@ class PlanChange:
     specs: tuple[tuple[str, str, str], ...]
     """Differing specs of common arguments as (argument, spec in the first, spec in the second)."""
     shared: int
+    """Number of arguments that both plans have."""
     only_first: tuple[str, ...]
+    """Names of arguments that only the first plan has."""
     only_second: tuple[str, ...]
+    """Names of arguments that only the second plan has."""
     inside: tuple[Inside, ...]
     """Differing pins, ops split in space and calls on shards, in program order."""
     collectives: tuple[tuple[str, str, Sent, Sent], ...]
@@ -65,14 +76,19 @@ class PlanChange:
 
     @property
     def is_empty(self) -> bool:
-        """True if the two plans are the same."""
+        """True if the two plans have equal figures, settings, arguments, choices inside of the step and
+        communication.
+        """
         figures = any(a != b for _, a, b in self.figures)
         named = self.settings or self.specs or self.only_first or self.only_second
         return not (figures or named or self.inside or self.collectives)
 
 
 def difference(first: Plan, second: Plan) -> PlanChange:
-    """Compare two plans, which may have different meshes, topologies or programs."""
+    """Compare two plans, which may have different meshes, topologies or programs.
+
+    Arguments are matched by name. `figures` lists all of `FIGURES`, equal ones too.
+    """
     both = [name for name in first.arguments if name in second.arguments]
     settings = []
     for name, a, b in (
@@ -102,7 +118,7 @@ def difference(first: Plan, second: Plan) -> PlanChange:
 
 
 def _state(first: Plan, second: Plan) -> StateReshard | None:
-    """Return the reshard of the state; None if nothing moves or no state is common."""
+    """Return the reshard of the state; None if nothing moves or if it cannot be predicted, as without common state."""
     try:
         state = predict_reshard(first, second)
     except UserError:
@@ -116,9 +132,9 @@ def _argument(plan: Plan, name: str) -> str:
 
 
 def _inside(first: Plan, second: Plan) -> Iterator[Inside]:
-    """Yield the values that two plans treat differently.
+    """Yield the values that two plans treat differently, by their position in the program.
 
-    Values are matched by their ops if both plans have the same program, else by their names.
+    Values are matched by their ops if both plans have the same program, else by their names and order.
     """
     same = first.program_fingerprint == second.program_fingerprint
     a, b = _chosen(first, same), _chosen(second, same)
@@ -129,13 +145,16 @@ def _inside(first: Plan, second: Plan) -> Iterator[Inside]:
 
 
 def _chosen(plan: Plan, by_op: bool) -> dict[Hashable, tuple[tuple[int, ...], str, list[str]]]:
-    """Return the plan's choices inside of the step: position in the program, name, and specs in order."""
+    """Return the plan's choices inside of the step: position in the program, name, and specs in order.
+
+    The key of a choice is its position with `by_op`, else its name and its number among equal names.
+    """
     choices: dict[Hashable, tuple[tuple[int, ...], str, list[str]]] = {}
     seen: dict[str, int] = defaultdict(int)
     numbers: dict[Hashable, str] = {}
 
     def add(place: tuple[int, ...], name: str, spec: str) -> None:
-        """Add a spec at a position."""
+        """Add a spec to the choice at a position, and number its name at the first one."""
         if place not in numbers:
             numbers[place] = f"{name} {seen[name]}"
             seen[name] += 1
@@ -154,7 +173,7 @@ def _chosen(plan: Plan, by_op: bool) -> dict[Hashable, tuple[tuple[int, ...], st
 
 
 def _sides(op: Any) -> str:
-    """Return the specs of an op's operands and results on shards, as text."""
+    """Return the specs of an op's operands and results on shards: `(a, b) -> (c) summed over x`."""
 
     def listed(specs: tuple[Spec, ...]) -> str:
         """Return specs as text."""
@@ -165,7 +184,7 @@ def _sides(op: Any) -> str:
 
 
 def _collectives(first: Plan, second: Plan) -> tuple[tuple[str, str, Sent, Sent], ...]:
-    """Return the differing communication, the largest difference in seconds first."""
+    """Return (kind, axes, first, second) of the differing communication, the largest difference in seconds first."""
     a, b = _sent(first), _sent(second)
     rows = [(*key, a.get(key, Sent()), b.get(key, Sent())) for key in dict.fromkeys([*a, *b])]
     differing = [row for row in rows if row[2] != row[3]]
@@ -173,7 +192,7 @@ def _collectives(first: Plan, second: Plan) -> tuple[tuple[str, str, Sent, Sent]
 
 
 def _sent(plan: Plan) -> dict[tuple[str, str], Sent]:
-    """Return the communication of a plan by kind and axes."""
+    """Return the communication of a plan in one step by kind and axes."""
     sent: dict[tuple[str, str], Sent] = {}
     for each in plan.prediction.collectives:
         key = (each.kind, ", ".join(axis_words(each.axes)))
@@ -193,7 +212,7 @@ def _mesh(plan: Plan) -> str:
 
 
 def figure_text(key: str, value: Any) -> str:
-    """Return one of `FIGURES` as text for readers."""
+    """Return the value of one of `FIGURES` as text for readers; `-` for None."""
     if value is None:
         return "-"
     if key == "fits":
@@ -204,12 +223,12 @@ def figure_text(key: str, value: Any) -> str:
 
 
 def figure_name(key: str) -> str:
-    """Return the name of one of `FIGURES` for readers."""
+    """Return the name of one of `FIGURES` for readers: `step time` for `step_time_s`."""
     return "MFU" if key == "mfu" else key.removesuffix("_s").removesuffix("_bytes").replace("_", " ")
 
 
 def difference_figures(found: PlanChange) -> dict[str, Any]:
-    """Return the JSON object of `autoshard diff --json`."""
+    """Return the JSON object of `autoshard diff --json`; `state` is None if nothing moves."""
     return {
         "figures": {key: {"first": a, "second": b} for key, a, b in found.figures},
         "settings": {name: {"first": a, "second": b} for name, a, b in found.settings},
@@ -227,7 +246,11 @@ def difference_figures(found: PlanChange) -> dict[str, Any]:
 
 
 def difference_report(found: PlanChange) -> RenderableType:
-    """Return the difference for a terminal: figures first, then specs."""
+    """Return the difference for a terminal: figures and settings, specs, values inside of the step, communication,
+    state.
+
+    Tables list at most `SHOWN` rows.
+    """
     figures = Table.grid(padding=(0, 3, 0, 0))
     for key, a, b in found.figures:
         ratio = f"{b / a:.2f}x" if key.endswith("_s") and a and b else ""
@@ -252,7 +275,7 @@ def difference_report(found: PlanChange) -> RenderableType:
 
 
 def _inside_parts(found: PlanChange) -> list[RenderableType]:
-    """Return the table of values inside of the step that differ, layers folded."""
+    """Return a title and the table of values inside of the step that differ, layers folded; empty if there are none."""
     if not found.inside:
         return []
     rows: dict[tuple[str, str, str], int] = defaultdict(int)
@@ -273,7 +296,7 @@ def _inside_parts(found: PlanChange) -> list[RenderableType]:
 
 
 def _collective_parts(found: PlanChange) -> list[RenderableType]:
-    """Return the table of communication that differs."""
+    """Return a title and the table of communication that differs, at most `SHOWN` rows; empty if there is none."""
     if not found.collectives:
         return []
     table = Table.grid(padding=(0, 2, 0, 2))
@@ -284,7 +307,7 @@ def _collective_parts(found: PlanChange) -> list[RenderableType]:
 
 
 def _state_parts(state: StateReshard | None) -> list[RenderableType]:
-    """Return the table on the reshard of the state."""
+    """Return a title and the table on the reshard of the state; empty for None."""
     if state is None:
         return []
     table = Table.grid(padding=(0, 2, 0, 2))

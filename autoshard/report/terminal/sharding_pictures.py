@@ -20,9 +20,11 @@ def visualize_sharding(sharding: str, shape: Sequence[int] | None = None, **opti
     """Draw an HLO sharding string such as `{devices=[2,2]<=[4]}` of a tensor with at most two split dims.
 
     `shape` is that of the tensor; without it every tile counts as one element. The options are `console` (a
-    `rich.console.Console`; None draws nothing) and `width` in columns. Returns the `rich` table.
+    `rich.console.Console`; None draws nothing, and the default is standard output) and `width` in columns. Returns the
+    `rich` table.
 
-    Raises `UserError` for a string that cannot be read, or one that splits more than two dims.
+    Raises `UserError` for a string that cannot be read, one of another number of dims, or one that splits more than
+    two.
     """
     return _draw(parts_of_string(sharding, shape), **options)
 
@@ -30,14 +32,20 @@ def visualize_sharding(sharding: str, shape: Sequence[int] | None = None, **opti
 def visualize_spec(
     spec: Spec, shape: Sequence[int], mesh: dict[str, int], device_order: Sequence[int] | None = None, **options: Any
 ) -> Any:
-    """Draw how a spec splits a tensor of this shape over a mesh; see `visualize_sharding`."""
+    """Draw how a spec splits a tensor of this shape over a mesh, and return the table; see `visualize_sharding`.
+
+    - `mesh`: sizes of the axes by name.
+    - `device_order`: number of the device at each place of the mesh, row by row; None for ascending numbers.
+    """
     from autoshard.planning import hlo_sharding
 
     return visualize_sharding(hlo_sharding(spec, mesh, device_order), shape, **options)
 
 
 def visualize_tensor_sharding(tensor: Any, **options: Any) -> Any:
-    """Draw how a JAX array or a PyTorch/XLA tensor is split; see `visualize_sharding`.
+    """Draw how a JAX array or a PyTorch/XLA tensor is split, and return the table; see `visualize_sharding`.
+
+    A tensor without a sharding counts as replicated.
 
     Raises `UserError` for any other object, and for a tensor that this process stores only in part.
     """
@@ -71,8 +79,10 @@ def _devices_here() -> int:
 def parts_of_string(text: str, shape: Sequence[int] | None = None, devices: int | None = None) -> Placed:
     """Return the parts that an HLO sharding string makes, with the devices of each.
 
-    A replicated tensor is one part on all `devices`, if their number is given. Raises `UserError` if the shape has
-    another number of dims.
+    A replicated tensor is one part on all `devices`, or on none if their number is not given. The last parts of a dim
+    that does not divide evenly are shorter or empty. Without a shape every tile is one element.
+
+    Raises `UserError` if the string cannot be read, or if the shape has another number of dims.
     """
     if text.strip() in ("{replicated}", "replicated"):
         whole_part = tuple((0, int(size)) for size in (shape or (1,)))
@@ -94,6 +104,12 @@ def parts_of_string(text: str, shape: Sequence[int] | None = None, devices: int 
 
 def _draw(placed: Placed, console: Any = ..., width: int = 48) -> Any:
     """Draw parts as a table, print it on the console and return it.
+
+    Rows are parts of the first drawn dim, columns of the second. Parts on the same devices have one colour. Without
+    split dims the first two are drawn.
+
+    - `console`: None prints nothing; without it the table goes to standard output.
+    - `width`: columns of the whole table; a cell has at least 4.
 
     Raises `UserError` for more than two split dims.
     """

@@ -30,7 +30,8 @@ MESHES = RECIPES = 6
 def terminal_report(plan: Plan, wall_s: Mapping[str, float] | None = None) -> RenderableType:
     """Return the plan as a rich renderable for 80 columns or more: the verdict first, then details by weight.
 
-    `wall_s` are the seconds of each planning phase, to be shown at the end.
+    `wall_s` are the seconds of each planning phase, to be shown at the end; None or an empty mapping omits that line.
+    Sections without content are omitted.
     """
     return _Report(plan, wall_s)
 
@@ -43,6 +44,7 @@ class _Report:
     wall_s: Mapping[str, float] | None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the sections of the report in order; `options` has the terminal's width."""
         plan = self.plan
         yield _verdict(plan)
         yield from _section("Plan", Text("\n").join(Text(f"  {clean(line)}") for line in plan.words))
@@ -64,13 +66,19 @@ class _Report:
 
 
 def _flag_lines(plan: Plan) -> list[str]:
-    """Return the price changes from the plan's compiler flags; empty without flags."""
+    """Return the price changes that the plan's origin records for compiler flags, one a line.
+
+    Flags without a recorded change give one line that says so; without flags and changes the list is empty.
+    """
     prices = list(plan.origin.flag_prices)
     return prices or ([f"{', '.join(plan.flags)}: no price changes."] if plan.flags else [])
 
 
 def _verdict(plan: Plan) -> RenderableType:
-    """Return the head of the report: program, mesh, fit, step time and comparison with the best baseline."""
+    """Return the head of the report: program, mesh, fit, step time and comparison with the best baseline.
+
+    Tokens per second and MFU appear if the plan has them, the memory's percentage if the limit is not 0.
+    """
     prediction = plan.prediction
     mesh = mesh_words(plan.mesh)
     devices = math.prod(plan.mesh.values())
@@ -92,7 +100,11 @@ def _verdict(plan: Plan) -> RenderableType:
 
 
 def _against_best(plan: Plan) -> str:
-    """Return words that compare the plan with the best baseline that fits."""
+    """Return words that compare the plan with the best baseline that fits.
+
+    The ratio is the baseline's step time over the plan's, above 1 if the plan is faster; within 0.05 % both count as
+    equal. Without a fitting baseline, or with a step time of 0, words replace the ratio.
+    """
     best = best_baseline(plan)
     if best is None:
         return "no baseline fits" if plan.baselines else "no baseline to compare with"
@@ -106,12 +118,12 @@ def _against_best(plan: Plan) -> str:
 
 
 def _section(title: str, body: RenderableType | None) -> list[RenderableType]:
-    """Return a section with its title; nothing if it has no body."""
+    """Return a blank line, the title and the body of a section; an empty list if the body is None."""
     return [] if body is None else [Text(), Text(title, style="bold"), body]
 
 
 def _bullets(lines: Sequence[str], style: str = "") -> RenderableType | None:
-    """Return lines as a list with bullets; None without lines."""
+    """Return lines as a list with bullets, in a rich style, without control characters; None without lines."""
     if not lines:
         return None
     table = Table.grid(padding=(0, 1, 0, 1))
@@ -121,9 +133,9 @@ def _bullets(lines: Sequence[str], style: str = "") -> RenderableType | None:
 
 
 def _table(*columns: str, left: int = 1) -> Table:
-    """Return an empty table whose first `left` columns contain names.
+    """Return a table without rows whose first `left` columns contain names, aligned left.
 
-    Names are cut on a narrow terminal, figures never.
+    The other columns contain figures, aligned right. Names are cut on a narrow terminal, figures never.
     """
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for index, column in enumerate(columns):
@@ -132,12 +144,19 @@ def _table(*columns: str, left: int = 1) -> Table:
 
 
 def _name(text: str, width: int | None = None, style: str = "") -> Text:
-    """Return a name in one line, cut with an ellipsis."""
+    """Return a name in one line, without control characters.
+
+    Beyond `width` characters its middle becomes an ellipsis (None: no limit). A narrower column cuts its end.
+    """
     return Text(clean(text, width), style=style, no_wrap=True, overflow="ellipsis")
 
 
 def _parameters(plan: Plan, width: int) -> RenderableType | None:
-    """Return the table of the largest parameters, layers folded; None without parameters."""
+    """Return the table of the largest parameters; None without parameters.
+
+    Weights of several layers with the same shape, spec and dtype share a row, and their bytes are summed. Rows are
+    ordered by total bytes, the largest first, at most `PARAMETERS`. `width` is that of the terminal in characters.
+    """
     names = [name for name in plan.arguments if plan.is_weight(name)]
     groups = fold(names, key=lambda name: (plan.shapes[name], plan.arguments[name], plan.dtypes[name]))
     if not groups:
@@ -173,7 +192,7 @@ def _split_shape(shape: tuple[int, ...], spec: Spec) -> Text:
 def _bar(parts: list[tuple[float, str, str]], whole: float) -> Text:
     """Return a bar of parts (value, character, style), drawn to scale; a part too thin to draw is left out.
 
-    `whole` is the value of a full bar.
+    `whole` is the value of a full bar of `BAR` characters, in the unit of the parts; 0 or less draws none of them.
     """
     bar = Text("  ")
     drawn = position = 0.0
@@ -186,7 +205,10 @@ def _bar(parts: list[tuple[float, str, str]], whole: float) -> Text:
 
 
 def _time(prediction: Prediction) -> RenderableType:
-    """Return the bar of compute and exposed communication, with hidden communication below."""
+    """Return a full bar of compute and exposed communication, with their seconds below.
+
+    Hidden communication of at least a nanosecond has a further line.
+    """
     total = prediction.compute_s + prediction.exposed_comm_s
     bar = _bar([(prediction.compute_s, "█", "green"), (prediction.exposed_comm_s, "▒", "red")], total)
     legend = Text("  ")
@@ -200,10 +222,14 @@ def _time(prediction: Prediction) -> RenderableType:
 
 _MEMORY_STYLES = ("blue", "cyan", "magenta", "green", "yellow", "red", "bright_blue", "bright_magenta")
 _SHADES = "█▓▒░"
+"""Colours and characters of the kinds of memory in turn, the largest kind first."""
 
 
 def _memory(plan: Plan) -> RenderableType:
-    """Return the bar of memory by kind at the peak, up to the limit."""
+    """Return the bar of a device's memory by kind at the peak, the largest kind first, with a legend in two columns.
+
+    The limit is the full bar, so a plan that does not fit has a longer one. Kinds of 0 bytes are omitted.
+    """
     prediction = plan.prediction
     kinds = sorted(((size, kind) for kind, size in prediction.memory.items() if size > 0), reverse=True)
     marks = [
@@ -224,7 +250,10 @@ def _memory(plan: Plan) -> RenderableType:
 
 
 def _baselines(plan: Plan) -> RenderableType | None:
-    """Return the table of baselines, those that fit first and then by time; None without baselines."""
+    """Return the table of this plan and, below, the baselines: those that fit first, each part by step time.
+
+    `vs plan` is a baseline's step time over the plan's, blank if the latter is 0. None without baselines.
+    """
     if not plan.baselines:
         return None
     table = _table("", "step", "vs plan", "MFU", "compute", "exposed", "peak", "fits")
@@ -247,8 +276,9 @@ def _baselines(plan: Plan) -> RenderableType | None:
 
 
 def _recipes(plan: Plan) -> RenderableType | None:
-    """Return the table of other recipes, with a mark for those on the frontier of memory against time; None without
-    others.
+    """Return the table of the chosen recipe and at most `RECIPES` others, in the order of `plan.recipe.tried`.
+
+    An asterisk marks recipes on the frontier of memory against time. None if fewer than two recipes were tried.
     """
     tried = plan.recipe.tried if plan.recipe is not None else ()
     if len(tried) < 2:
@@ -277,7 +307,10 @@ def _recipes(plan: Plan) -> RenderableType | None:
 
 
 def _meshes(plan: Plan) -> RenderableType | None:
-    """Return the table of meshes that the search considered and did not choose; None without any."""
+    """Return the table of at most `MESHES` meshes that the search did not choose; None without any.
+
+    The first of `plan.meshes` is the chosen one. A mesh that was not priced has a blank step time.
+    """
     others = plan.meshes[1:]
     if not others:
         return None
@@ -295,7 +328,11 @@ def _meshes(plan: Plan) -> RenderableType | None:
 
 
 def _collectives(prediction: Prediction, width: int) -> RenderableType | None:
-    """Return the table of collectives by kind, axes and overlap; each row names its costliest cause."""
+    """Return the table of collectives, summed by kind, axes and overlap; None without collectives.
+
+    Rows are ordered by total seconds, the most first, at most `COLLECTIVES`. From a `width` of 100 characters each row
+    names the cause of its costliest collective. `exposed` is the waiting time, or `hidden` if it is 0.
+    """
     groups: dict[tuple[str, tuple[str, ...], bool], list[Collective]] = {}
     for collective in sorted(prediction.collectives, key=lambda c: -c.seconds):
         groups.setdefault((collective.kind, collective.axes, collective.hidden), []).append(collective)

@@ -18,38 +18,63 @@ class Workspace(NamedTuple):
     """Scratch arrays of the kernels; one workspace for each thread."""
 
     mark: Ints
+    """[nodes] state of each node: `inside` for members of the present block, `inside - 1` for nodes next to them.
+
+    Smaller values are of earlier moves.
+    """
     spot: Ints
+    """[nodes] number of each member within the block; valid for members only."""
     members: Ints
+    """[block] node of each member."""
     frontier: Ints
+    """Candidates for the block that grows."""
     slot: NDArray[np.int32]
     """[block, block] slot of each pair of members, -1 for none."""
     degree: Ints
+    """Number of undecided neighbours of each member within the block."""
     fate: Ints
     """State of each member: 0 undecided, 1 eliminated, 2 keeps its choice."""
     order: Ints
+    """Member that each step eliminates."""
     up: Ints
     """[block, 2] members into which each step eliminates, -1 for none."""
     slot_at: Ints
+    """Offset in `pool` of each filled slot's table, -1 for others."""
     slot_edge: Ints
     """Directed edge of each slot, from its first member to its second; -1 if elimination created the pair."""
     slot_ends: Ints
+    """[slots, 2] members of each slot: rows and columns of its table."""
     filled: Ints
     """1 for slots to which elimination adds costs, so that their table is in `pool`."""
     pool: Floats
+    """Tables of filled slots."""
     scratch: Floats
+    """Two halves for transposed tables."""
     at: Ints
+    """[block + 1] offsets of each member's alternatives in `base` and `value`."""
     base: Floats
+    """Cost of each alternative with all nodes outside the block fixed."""
     value: Floats
+    """`base` plus priced memory; `minimise` changes it."""
     message: Floats
+    """Minimum over a member for each alternative of the member into which it is eliminated."""
     trial: Ints
+    """[block] choices of the last `minimise`."""
     found: Ints
+    """[block] best choices of the present move."""
     low: Ints
     high: Ints
+    """[times + 1] changes at each time of the block's present bytes, and of its largest bytes."""
     rank: Ints
+    """[times + 1] number of critical times before each time: times at which the block can exceed memory."""
     room: Ints
+    """[critical times] bytes that the block may use."""
     price: Floats
+    """[critical times] cost of one byte."""
     sums: Floats
+    """Running sums of `price` from 0; after `plan`, entry 0 has the effort of one solve."""
     load: Ints
+    """[critical times] bytes of the block above its room, negative below."""
     gain: Floats
     """Merit gained recently by each size class of blocks."""
     effort: Floats
@@ -57,7 +82,7 @@ class Workspace(NamedTuple):
 
 
 def workspace(flat: Flat, largest: int) -> Workspace:
-    """Allocate the arrays for blocks of up to `largest` nodes of `flat`."""
+    """Allocate the arrays for blocks of up to `largest` nodes of `flat`, which must not exceed its number of nodes."""
     count, times = len(flat.node_at) - 1, len(flat.capacity)
     widest = int(np.diff(flat.node_at).max())
     biggest = int(np.sort(np.diff(flat.node_at))[-largest:].sum())
@@ -101,10 +126,11 @@ def workspace(flat: Flat, largest: int) -> Workspace:
 
 @njit(cache=True, nogil=True)
 def plan(f, w, size, inside):
-    """Plan the elimination of the `size` members of a block.
+    """Plan the elimination of the `size` members of a block of `f` (`Flat`), whose `mark` is `inside`.
 
-    Returns the numbers of eliminated members and of slots, both 0 when the block is too large. Afterwards `mark` is
-    `inside` for eliminated members only, and `sums[0]` is the number of table entries that one solve touches.
+    Returns the numbers of eliminated members and of slots, both 0 when the block has too many edges. Afterwards `mark`
+    is `inside` for eliminated members only; `inside - 1` marks members that keep their choice. `sums[0]` is about the
+    number of table entries that one solve touches. `order`, `up` and the slots of `w` (`Workspace`) have the plan.
     """
     effort = 0.0
     slots = 0
@@ -225,7 +251,10 @@ def plan(f, w, size, inside):
 
 @njit(cache=True, nogil=True)
 def _table(f, w, first, second, part):
-    """Return (array, offset) of the table of two members, [alternatives of first, of second]."""
+    """Return (array, offset) of the table of two members with a slot, [alternatives of first, of second], row-major.
+
+    A table stored the other way round is transposed into half `part` (0 or 1) of `scratch`.
+    """
     slot = w.slot[first, second]
     edge = w.slot_edge[slot]
     if w.filled[slot] == 0:
@@ -246,7 +275,11 @@ def _table(f, w, first, second, part):
 
 @njit(cache=True, nogil=True)
 def minimise(f, w, done, slots, flip):
-    """Return the minimum over the planned block of `value` (changed) plus edges; fill `trial` with its choices."""
+    """Return the minimum over the planned block of `value` (changed) plus edges; fill `trial` with its choices.
+
+    Only entries of eliminated members are filled. `done` and `slots` are the result of `plan`. Ties go to a member's
+    last alternative if `flip`, else to its first.
+    """
     for slot in range(slots):
         if w.filled[slot]:
             one, two = w.slot_ends[slot, 0], w.slot_ends[slot, 1]

@@ -22,10 +22,13 @@ _PROVABLE = 150_000
 
 
 class Engine:
-    """One search, until `deadline` by `clock`.
+    """One search on `graph`, until `deadline` by `clock`.
 
-    - `found`: called with better choices of `graph`.
-    - `bounded`: called with a lower bound, offset excluded.
+    - `seed`: seed of all random choices.
+    - `threads`: 1 to alternate between climbing and other work, 2 or more to do both at the same time.
+    - `iterations`: rounds after which the search ends, with work counted instead of timed; None for no such limit.
+    - `found`: called with better choices of `graph` that fit in memory, node -> alternative.
+    - `bounded`: called with a lower bound, offset excluded, which need not be better than earlier ones.
     - `stopped`: returns True when the search must end.
     """
 
@@ -52,21 +55,31 @@ class Engine:
         self.dual = Dual(self.flat)
         self.climber = LocalSearch(self.flat, seed)
         self.cost = np.inf
+        """Cost of `best`, offset excluded."""
         self.best: Ints | None = None
+        """Best flat choices reported so far."""
         self.entries = _ENTRIES if iterations is None else 4_000
+        """Table entries of the next restricted solve."""
         self.rounds = 0
+        """Rounds so far: turns of the bound, and restricted solves."""
         self.sweep_s = 0.0
+        """Seconds of one round of the bound."""
         self.unproven_s = 0.0
+        """Seconds of the last solve that could have proven the optimum but did not end."""
         self.stage: Stage | None = None
+        """The present stage; None to climb on the whole graph."""
         self.stages = 0
         self.stage_end = 0.0
+        """Clock, or number of turns with an iteration limit, at which the next stage begins."""
         self.turns = 0
         self.solves: list[tuple] = []
+        """(entries, seconds, finished, could prove the optimum) of each restricted solve."""
 
     def run(self, start: dict[int, int] | None) -> bool:
         """Search until proven (return True), or until stopped or out of time or rounds (return False).
 
-        The search starts from the choices `start`, if given.
+        The search starts from the choices `start`, node -> alternative, if given. First the bound rises during a climb,
+        then restricted exact solves run during climbs.
         """
         if start is not None:
             self.climber.start(np.array([start[name] for name in self.names], dtype=np.int64))
@@ -94,7 +107,7 @@ class Engine:
         return self.stopped() or self.clock() >= self.deadline
 
     def _take(self) -> None:
-        """Report the climber's best choices and the bound."""
+        """Report the climber's best choices if they are better than `best`, and the bound if it is finite."""
         if self.climber.cost < self.cost:
             self.cost, self.best = self.climber.cost, self.climber.best.copy()
             self.found(dict(zip(self.names, self.best.tolist(), strict=True)))
@@ -102,7 +115,11 @@ class Engine:
             self.bounded(self.dual.bound)
 
     def _bound_phase(self) -> None:
-        """Raise the bound on one thread while the other climbs from choices decoded by the bound's sweeps."""
+        """Raise the bound on one thread while the other climbs from choices decoded by the bound's sweeps.
+
+        The phase ends after half of the iterations. Without an iteration limit it ends after 30 % of the time, or once
+        the prices' steps are small.
+        """
         span = self.deadline - self.began
         sweeps = 4
         latest = self.dual.ascend(2, np.inf, 0.0)
@@ -137,7 +154,10 @@ class Engine:
         self.climber.start(chosen)
 
     def _climb(self, climber: LocalSearch, prices: np.ndarray, slack: float = 0.0) -> None:
-        """Run one turn of local search."""
+        """Run one turn of local search: one chunk with an iteration limit, else `_TURN_S` seconds.
+
+        `prices` are memory prices [times of the climber's graph], `slack` is that of `LocalSearch.run`.
+        """
         if self.iterations is not None:
             climber.run(prices, 1, slack)
             return
@@ -145,7 +165,10 @@ class Engine:
         climber.run_until(lambda: self.clock() >= until or self._over(), prices, slack)
 
     def _turn(self) -> None:
-        """Climb for one turn on the current stage; start the next stage when its time has passed."""
+        """Climb for one turn on the current stage; start the next stage when its time has passed.
+
+        Improvements on a stage restart the climber on the whole graph. Better choices are reported.
+        """
         now = self.turns if self.iterations is not None else self.clock()
         if now >= self.stage_end:
             self._begin_stage()
@@ -167,7 +190,8 @@ class Engine:
     def _begin_stage(self) -> None:
         """Begin a new stage: another start, and alternatives restricted to a share of the cheapest by slack.
 
-        The shares rotate through 60 %, 75 %, 45 % and all alternatives.
+        The shares rotate through 60 %, 75 %, 45 % and all alternatives. It starts from the best choices. Without any,
+        and in every other of the first stages, it starts from choices that the bound decodes.
         """
         share = (0.6, 0.75, 0.45, 1.0)[self.stages % 4]
         early = self.stages < 6
@@ -191,7 +215,10 @@ class Engine:
             self.stage.climber.penalty = self.climber.penalty
 
     def _exact_round(self, worker: PartSolver) -> bool:
-        """Run a restricted exact solve in another process during a climb; return True if it proves the optimum."""
+        """Run a restricted exact solve in another process during a climb; return True if it proves the optimum.
+
+        Its choices and bound are reported. False too if time is up before the answer.
+        """
         self.rounds += 1
         slack = self.dual.slack()
         if len(self.solves) % 3 == 2:
@@ -244,7 +271,11 @@ class Engine:
         return False
 
     def _adapt(self, answer: Answer) -> None:
-        """Change the size of the next restricted solve according to the time of the last one."""
+        """Change the size of the next restricted solve according to the time of the last one.
+
+        It halves after an unfinished solve, doubles after one in below 10 % of the time left, and grows by 30 % below
+        25 %.
+        """
         left = max(self.deadline - self.clock(), 1.0)
         if not answer.finished:
             self.entries = max(2_000, int(min(self.entries, max(answer.entries, 4_000)) * 0.5))

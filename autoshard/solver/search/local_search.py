@@ -14,7 +14,9 @@ from autoshard.solver.search.search_kernels import improve, profile
 
 
 _LARGEST = 200
+"""Most nodes of a block."""
 _STEPS = 12
+"""Most steps of the memory prices in one block move."""
 _MOVES = 50
 """Block moves between two updates of the memory penalty."""
 _HIGHEST = 1e30
@@ -33,11 +35,17 @@ class LocalSearch:
         self._used = np.zeros(len(flat.capacity), dtype=np.int64)
         self._random = np.random.default_rng(seed)
         self._state = np.array([np.inf, 0.0, np.inf, np.inf])
+        """`state` of `search_kernels.improve`."""
         self.chosen = np.zeros(len(flat.node_at) - 1, dtype=np.int64)
+        """[nodes] current choices, within memory or not; valid after `start`."""
         self.best = self.chosen.copy()
+        """[nodes] cheapest choices so far that fit in memory; valid if `cost` is finite."""
         self.penalty = 1.0
+        """Cost of one byte above the limit at one time; every chunk of moves changes it."""
         self.moves = 0
+        """Number of block moves so far."""
         self._at_once = _MOVES
+        """Moves of the next chunk of a timed run."""
 
     @property
     def cost(self) -> float:
@@ -50,7 +58,7 @@ class LocalSearch:
         return float(self._state[0] + self.penalty * self._state[1])
 
     def start(self, chosen: Ints) -> None:
-        """Continue from `chosen`."""
+        """Continue from `chosen` [nodes], within memory or not; they become `best` if they fit and cost less."""
         self.chosen = chosen.copy()
         cost, excess = profile(self.flat, self.chosen, self._used)
         self._state[0], self._state[1] = cost, excess
@@ -60,12 +68,18 @@ class LocalSearch:
         self._state[3] = self.merit
 
     def run(self, prices: np.ndarray, chunks: int, slack: float = 0.0) -> None:
-        """Run `chunks` chunks of block moves; `slack` is the cost by which the search may move away from the best."""
+        """Run `chunks` chunks of block moves with the memory prices `prices` [times].
+
+        `slack` is the cost by which the search may move away from the best. `start` must precede.
+        """
         for _ in range(chunks):
             self._chunk(prices, _MOVES, slack)
 
     def run_until(self, due: Due, prices: np.ndarray, slack: float = 0.0) -> None:
-        """Run at least one chunk of block moves, and more until `due`."""
+        """Run at least one chunk of block moves, and more until `due`, as `run` does.
+
+        Chunks are sized for checks of `due` at least every `_PAUSE_S` seconds.
+        """
         while True:
             tick = time.monotonic()
             self._chunk(prices, self._at_once, slack)
@@ -94,17 +108,22 @@ class Stage:
     """Local search on a smaller graph, with the mapping back to the larger one."""
 
     climber: LocalSearch
+    """Local search on the smaller graph, which has its start."""
     prices: np.ndarray
     """[times of the smaller graph] memory prices."""
     offset: float
     """Cost in the larger graph minus cost in the smaller graph."""
     _graph: Graph
+    """The smaller graph."""
     _names: list[int]
+    """Its nodes in the order of flat choices."""
     _after: int
+    """Number of undo steps of the larger graph."""
     _outer: list[int]
+    """Nodes of the larger graph in the order of flat choices."""
 
     def whole(self, chosen: Ints) -> Ints:
-        """Return flat choices of the larger graph from those of the smaller."""
+        """Return flat choices of the larger graph from flat choices of the smaller."""
         full = self._graph.restore(dict(zip(self._names, chosen.tolist(), strict=True)), self._after)
         return full[self._outer]
 
@@ -123,13 +142,14 @@ def make_stage(
     """Build a climber on `graph`, restricted to alternatives with slack up to `limit` and to those of `start`.
 
     - `names`, `flat`: the result of `flatten(graph)`.
-    - `slack`: slack of each alternative, [alternatives].
+    - `slack`: slack of each alternative in cost, [alternatives].
     - `start`: flat choices where the climber begins.
     - `prices`: memory prices of `graph`, [times].
+    - `seed`: seed of the climber.
     - `due`: returns True when the reductions must end.
 
-    Returns None when the reductions leave nothing to search, or when `start` uses an alternative that cannot be
-    feasible.
+    The restricted graph is reduced before; `graph` stays unchanged. Returns None when the reductions leave fewer than
+    two nodes, or when `start` uses an alternative that cannot be feasible.
     """
     small = restricted(graph, names, flat, slack, limit, np.inf, start, due).graph
     if small is None or len(small.costs) < 2:

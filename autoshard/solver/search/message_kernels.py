@@ -13,7 +13,10 @@ from autoshard.base.numba_jit import njit
 
 @njit(cache=True, nogil=True)
 def entry(f, edge, a, b):
-    """Return the cost of a directed edge between alternative `a` of its source node and `b` of its target node."""
+    """Return the cost of a directed edge between alternative `a` of its source node and `b` of its target node.
+
+    `f` is a `Flat`; the cost is scaled.
+    """
     back = f.back[edge]
     row, column = f.classes[f.class_at[edge] + a], f.classes[f.class_at[back] + b]
     if f.flipped[edge]:
@@ -51,11 +54,13 @@ def _least_rows(f, edge, values, out):
 
 @njit(cache=True, nogil=True)
 def sweep(f, messages, unary, forward, decode, chosen, keep_slack, slack):
-    """Run one sweep over all nodes, ascending if `forward`; return the lower bound.
+    """Run one sweep over all nodes of a `Flat`, ascending if `forward`, else descending; return the lower bound.
+
+    The bound is for the sum of `unary` and edges; the value of the memory capacity is not subtracted.
 
     - `messages`: for each directed edge, one value per alternative of its target node; updated.
     - `unary`: node costs plus priced memory, [alternatives].
-    - `decode`: if True, `chosen` [nodes] receives choices decoded on the way.
+    - `decode`: if True, `chosen` [nodes] receives choices decoded on the way, which may exceed memory.
     - `keep_slack`: if True, `slack` [alternatives] receives a lower bound on each alternative's cost above the bound.
     """
     count = len(f.node_at) - 1
@@ -137,8 +142,9 @@ def sweep(f, messages, unary, forward, decode, chosen, keep_slack, slack):
 
 @njit(cache=True, nogil=True)
 def price_memory(f, prices, unary):
-    """Fill `unary` with node costs plus memory at `prices` [times]; return the value of the capacity at these
-    prices.
+    """Fill `unary` [alternatives] with node costs plus memory at `prices` [times] for each byte.
+
+    Return the value of the capacity at these prices, to subtract from a bound.
     """
     times = len(f.capacity)
     sums = np.zeros(times + 1)

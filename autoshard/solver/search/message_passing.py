@@ -11,7 +11,10 @@ from autoshard.solver.search.search_kernels import profile
 
 @njit(cache=True, nogil=True)
 def _ascend(f, messages, prices, unary, load, used, chosen, best_prices, best_messages, best_chosen, state, rounds):
-    """Run `rounds` rounds, each of two sweeps and one step of the prices.
+    """Run `rounds` rounds, each of two sweeps and one step of the prices; all arrays are changed in place.
+
+    `prices` and `messages` are the present ones, `best_prices` and `best_messages` those of the best bound, all rounds
+    counted. `best_chosen` receives the best decoded choices.
 
     The eight entries of `state` are, in order:
 
@@ -82,10 +85,14 @@ class Dual:
         self.prices = np.zeros(times)
         """Cost of one byte above the limit at each time, at the best bound, [times]."""
         self.decoded = self._chosen.copy()
+        """Best choices of the last `ascend`, [nodes]."""
 
     @property
     def bound(self) -> float:
-        """Lower bound on the cost of the flat graph's choices, less 1e-12 of it for rounding."""
+        """Lower bound on the cost of the flat graph's choices, less 1e-12 of it and 1e-6 for rounding.
+
+        It is the best of all rounds so far; minus infinity before the first.
+        """
         value = float(self._state[0])
         return value - 1e-12 * abs(value) - 1e-6
 
@@ -97,7 +104,8 @@ class Dual:
     def ascend(self, rounds: int, target: float, weight: float) -> Ints:
         """Continue for some rounds and return the best choices decoded in them, which may exceed memory.
 
-        `target` is the cost to aim at, `weight` the cost of one excess byte in the comparison.
+        `target` is the cost to aim at, infinite if unknown; it sets the size of the prices' steps. `weight` is the cost
+        of one excess byte at one time in the comparison of decoded choices.
         """
         self._state[3], self._state[4], self._state[5], self._state[6] = target, weight, np.inf, 0.0
         _ascend(
@@ -112,7 +120,10 @@ class Dual:
         return [self.best_messages[low:high] for low, high in zip(at, at[1:], strict=False)]
 
     def begin(self, messages: Floats, other: "Dual | None" = None) -> None:
-        """Start from these messages, and from the memory prices of `other`."""
+        """Start from these concatenated messages, and from the memory prices and step size of `other`, if given.
+
+        The bound is not set; `ascend` computes it.
+        """
         self._messages[:] = messages
         self.best_messages[:] = self._messages
         if other is not None:

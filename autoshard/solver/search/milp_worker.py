@@ -19,20 +19,25 @@ class PartJob:
     """Arguments of one restricted solve."""
 
     slack: np.ndarray
+    """[alternatives] lower bound on the cost of each one above the bound."""
     gap: float
     """Best cost minus bound; infinite when there are no choices yet."""
     best: Ints | None
     """Flat choices that stay included, and from which the solve starts."""
     cutoff: float | None
+    """Cost of choices of the graph, offset excluded, from which they are of no use; None for no cutoff."""
     entries: int
     """Target number of table entries."""
     provable: int
     """Table entries up to which all alternatives that could be better are included."""
     prices: np.ndarray
+    """[times of the graph] memory prices; times with a price have their memory rows from the start, at most 60."""
     seconds: float
+    """Time limit of any other solve."""
     proof_seconds: float
     """Time limit of a solve that can prove the optimum of the whole problem."""
     nodes: int | None
+    """Most branchings; None for no limit."""
     clock: Clock
     """Clock that counts the seconds of all limits."""
     seed: int
@@ -47,10 +52,15 @@ class Answer:
     bound: float
     """Lower bound on the cost, the graph's offset excluded; valid for the whole problem if `proves`."""
     finished: bool
+    """True if the restricted problem was solved within the solver's tolerance."""
     exact: bool
+    """True if that tolerance is below one unit of cost."""
     proves: bool
+    """True if the restricted problem includes every alternative that could lead to a lower cost."""
     entries: int
+    """Table entries of the restricted problem after reductions."""
     seconds: float
+    """Seconds of the job's clock, the search for the restricted problem included."""
     stopped: bool = False
     """True if the run continues in the background, so that its process should be terminated."""
 
@@ -63,7 +73,7 @@ class PartSolver:
         self._process = SolverProcess(__name__)
 
     def start(self, job: PartJob) -> None:
-        """Begin a job."""
+        """Begin a job; no other may be running."""
         # Each process has its own copy of the sizer, which learns there.
         self._process.start(_do, self._sizer, job, shared=[Shared("sizer", self._sizer, self._sizer)])
 
@@ -97,8 +107,9 @@ class _Sizer:
         """(entries before reductions, entries after) of earlier cuts; the first two are guesses."""
 
     def raw(self, slack: np.ndarray, limit: float) -> float:
-        """Return the entries of the edge tables before reductions, for edges whose ends both have several
-        alternatives.
+        """Return the entries of the edge tables before reductions, with alternatives of slack up to `limit`.
+
+        Only edges whose ends both have several such alternatives count.
         """
         kept = np.add.reduceat((slack <= limit).astype(np.float64), self._flat.node_at[:-1])
         first = np.repeat(np.arange(len(kept)), np.diff(self._flat.near_at))
@@ -106,7 +117,11 @@ class _Sizer:
         return float((one * two)[(one > 1) & (two > 1)].sum()) / 2
 
     def find(self, job: PartJob, until: float) -> Restricted:
-        """Return a restricted problem of about `job.entries` entries; one that proves the optimum, if small enough."""
+        """Return a restricted problem of about `job.entries` entries; one that proves the optimum, if small enough.
+
+        At most six slack limits are tried, and none after `until` by the job's clock. The result is the largest with at
+        most 1.4 times the target. Without any it has only the alternatives of `job.best` and those without slack.
+        """
         if np.isfinite(job.gap):
             whole = self.raw(job.slack, job.gap)
             if 0.1 * whole <= job.provable:
@@ -145,7 +160,10 @@ class _Sizer:
         return math.exp(math.log(under[0]) + share * (math.log(over[0]) - math.log(under[0])))
 
     def _limit(self, slack: np.ndarray, raw: float, low: float, high: float) -> float:
-        """Return the slack limit with about `raw` entries before reductions, strictly between `low` and `high`."""
+        """Return the slack limit with about `raw` entries before reductions, between `low` and `high`.
+
+        Found by bisection; it stays 10 % of the range away from both ends, or above 1.2 `low` if `high` is infinite.
+        """
         top = min(high, float(slack[np.isfinite(slack)].max(initial=0.0)))
         bottom = low
         for _ in range(40):
@@ -162,12 +180,16 @@ class _Sizer:
         return bottom
 
     def _cut(self, job: PartJob, limit: float) -> Restricted:
-        """Restrict the graph to alternatives with slack up to `limit`, and reduce it."""
+        """Return the graph restricted to alternatives with slack up to `limit` and those of `job.best`, and reduced."""
         return restricted(self.graph, self.names, self._flat, job.slack, limit, job.gap, job.best)
 
 
 def _do(sizer: _Sizer, job: PartJob, _: Due) -> Answer:
-    """Solve one job: choose the restricted problem, then solve it exactly."""
+    """Solve one job in the child process: choose the restricted problem, then solve it exactly.
+
+    If the restricted problem has no feasible choices, the answer is finished without choices and with an infinite
+    bound.
+    """
     graph, names = sizer.graph, sizer.names
     tick = job.clock()
     small = sizer.find(job, tick + 0.3 * job.seconds)

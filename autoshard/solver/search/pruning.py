@@ -15,6 +15,7 @@ from autoshard.solver.residual_graph import Graph, InfeasibleGraph, Ints, OverLi
 
 
 _TURNS = 60
+"""Most turns, each of message passing and a pruning attempt."""
 _SWEEPS = 6
 """Rounds of message passing between two pruning attempts."""
 _ENOUGH = 20_000
@@ -34,9 +35,14 @@ def prune(
     exceeds the gap between the best choices and the bound. The gap includes a margin, since costs may later be rounded
     to whole picoseconds.
 
+    - `hint`: choices of the whole network, [nodes]; counted only if they fit in memory and no hard constraint excludes
+      them.
     - `start`: messages of a network with the same links and other costs; they save most of the work if the costs are
       similar.
     - `enough`: lower bound at which pruning ends.
+
+    If no choices satisfy the hard constraints, the result has all allowed alternatives, no choices, and the bound minus
+    infinity. If the tables would exceed `_MOST` entries, more is pruned and `complete` is False.
     """
     state = _State(network)
     if not state.narrow_to_reachable():
@@ -83,7 +89,10 @@ class _State:
         self._cut = False
 
     def narrow_to_reachable(self) -> bool:
-        """Start with all alternatives that hard constraints allow; return False if there are no such choices."""
+        """Start with all alternatives that hard constraints allow; return False if some node has none.
+
+        Memory is no hard constraint here.
+        """
         kept = self.packer.reachable(np.flatnonzero(self.packer.cost < CLOSED))
         if kept is None:
             return False
@@ -91,7 +100,7 @@ class _State:
         return True
 
     def _pack(self, kept: Ints) -> None:
-        """Build flat arrays and messages for the remaining alternatives."""
+        """Set the flat arrays, and messages of zero, for the remaining alternatives `kept`, ascending."""
         from autoshard.solver.search.message_passing import Dual
 
         self.kept = kept
@@ -101,12 +110,15 @@ class _State:
         self.node_of = self.packer.node_of[kept]
 
     def left(self) -> tuple[Ints, ...]:
-        """Return the remaining alternatives of every node."""
+        """Return the remaining alternatives of every node, numbered within it, ascending."""
         own, at = self.kept - self.packer.whole_at[self.node_of], self.flat.node_at.tolist()
         return tuple(own[low:high] for low, high in zip(at, at[1:], strict=False))
 
     def begin(self, start: Messages) -> None:
-        """Start from the messages of a network with the same links, if they cover all remaining alternatives."""
+        """Start from the messages of a network with the same links, if they cover all remaining alternatives.
+
+        Otherwise nothing changes.
+        """
         if start.ends != self._ends():
             return
         counts = np.array([len(old) for old in start.alternatives], dtype=np.int64)
@@ -127,6 +139,7 @@ class _State:
         return None if self._cut else Messages(self.left(), self._ends(), tuple(self.dual.messages()))
 
     def _ends(self) -> tuple[tuple[int, int], ...]:
+        """Return both end nodes of every link, by which networks with the same links are recognised."""
         return tuple((link.first, link.second) for link in self.network.links)
 
     @property
@@ -135,18 +148,23 @@ class _State:
         return len(self.flat.tables)
 
     def written_out(self, sizes: Ints | None = None) -> int:
-        """Return the entries of all tables without sharing, for these numbers of alternatives of each node."""
+        """Return the entries of all links' tables without sharing, for these numbers of alternatives of each node.
+
+        None stands for the remaining ones.
+        """
         sizes = np.diff(self.flat.node_at) if sizes is None else sizes
         ends = self.packer.ends
         return int((sizes[ends[0::2]] * sizes[ends[1::2]]).sum())
 
     def whole(self, chosen: Ints) -> Ints:
-        """Return choices of the whole network from choices of the remaining one."""
+        """Return choices of the whole network, [nodes], from choices among the remaining alternatives."""
         return self.kept[self.flat.node_at[:-1] + chosen] - self.packer.whole_at[:-1]
 
     def offer(self, choices: Ints, best: Ints | None, upper: float) -> tuple[Ints | None, float]:
-        """Return the better of two choices of the whole network, and its cost; choices that exceed memory do not
-        count.
+        """Return the cheaper of `choices` and `best`, both of the whole network, and its cost.
+
+        `upper` is the cost of `best`. Choices that exceed memory, are forbidden or use a pruned alternative do not
+        count, and neither do equally cheap ones.
         """
         from autoshard.solver.search.search_kernels import profile
 
@@ -160,13 +178,20 @@ class _State:
         return (choices, cost) if excess == 0 and cost < min(upper, CLOSED) else (best, upper)
 
     def cut(self, limit: float, best: Ints | None, always: bool) -> None:
-        """Prune alternatives with more slack than `limit` if they are more than 30 %, or if `always`."""
+        """Prune alternatives with more slack than `limit` if they are more than 30 %, or if `always`.
+
+        Alternatives of `best` stay, and so does the one with least slack of each node.
+        """
         stays = self._up_to(self.dual.slack(), limit, best)
         if always or np.count_nonzero(stays) < 0.7 * len(stays):
             self._keep(stays)
 
     def cut_to(self, most: int, best: Ints | None) -> None:
-        """Prune the alternatives with most slack until the written-out tables have about `most` entries."""
+        """Prune the alternatives with most slack until the written-out tables have at most `most` entries.
+
+        Steps of 20 % end at a share of 1 % of the alternatives. Alternatives of `best` stay, and so does the one with
+        least slack of each node.
+        """
         slack = self.dual.slack()
         share, stays = 1.0, np.ones(len(self.kept), dtype=bool)
         nodes = len(self.packer.whole_at) - 1
@@ -184,7 +209,10 @@ class _State:
         return stays
 
     def _keep(self, stays: NDArray[np.bool_]) -> None:
-        """Prune all alternatives outside the mask `stays`, and continue from the current messages."""
+        """Prune all alternatives outside the mask `stays`, and continue from the best messages and their prices.
+
+        Alternatives that hard constraints then exclude are pruned too; if that empties a node, nothing changes.
+        """
         kept = self.packer.reachable(self.kept[stays])
         if kept is None:
             return
@@ -203,15 +231,15 @@ class Restricted:
     """A restricted and reduced problem."""
 
     graph: Graph | None
-    """Reduced graph; None when no choices in it can be better."""
+    """Reduced graph; None when no choices in it are feasible."""
     size: int
-    """Number of entries of all edge tables."""
+    """Number of entries of all edge tables; 0 without a graph."""
     proves: bool
     """True if every alternative that could lead to a lower cost is included."""
 
 
 def clone(graph: Graph) -> Graph:
-    """Return a copy that can be reduced further; its undo steps begin with those of the original."""
+    """Return a copy that can be reduced further without changing `graph`; it has the same undo steps so far."""
     edges: dict[int, dict[int, Ints]] = {node: {} for node in graph.edges}
     for node, near in graph.edges.items():
         for other, table in near.items():
@@ -245,6 +273,10 @@ def restricted(
     - `names`, `flat`: the result of `flatten(graph)`.
     - `slack`: slack of each alternative, [alternatives].
     - `gap`: best cost minus bound; a `limit` of at least this makes the result a proof.
+    - `chosen`: flat choices that stay included; None for none. A node without any alternative left has its one with
+      least slack.
+
+    `graph` stays unchanged.
     """
     smaller = clone(graph)
     keeps: dict[int, Ints] = {}

@@ -12,14 +12,18 @@ from autoshard.exec.torch_xla_hook.values.lazy_tensors import on_xla
 
 
 def uncompiled(module: Any) -> Any:
-    """Return the module that a compiled module wraps; None for any other."""
+    """Return the module that an `OptimizedModule` of `torch.compile` wraps; None for any other module."""
     from torch._dynamo import OptimizedModule
 
     return module._orig_mod if isinstance(module, OptimizedModule) else None
 
 
 def lazily(module: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a module so that its ops are visible; `call` is `Module.__call__`."""
+    """Return a function that calls a module so that its ops are visible; `call` is `Module.__call__`.
+
+    It is the original of a wrapped module, the uncompiled call of one that `Module.compile` compiled in place, else
+    `call` itself.
+    """
     original = uncompiled(module)
     if original is not None:
         return original
@@ -27,7 +31,10 @@ def lazily(module: Any, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def train_lazily(module: Any) -> None:
-    """Make a compiled module run its original where gradients are enabled. No other module is changed."""
+    """Make a compiled module run its original where it trains on the XLA device. No other module is changed.
+
+    A second call changes nothing.
+    """
     original, compiled = uncompiled(module), module._compiled_call_impl
     if original is not None and not isinstance(module.forward, _Lazily):
         module.forward = _Lazily(original, original, module.forward)
@@ -36,7 +43,10 @@ def train_lazily(module: Any) -> None:
 
 
 class _Lazily:
-    """Dispatcher between two functions of a module: `lazy` if it trains on the XLA device, else `compiled`."""
+    """Dispatcher between two functions of a module: `lazy` if it trains on the XLA device, else `compiled`.
+
+    It trains if gradients are enabled and one of its parameters on the XLA device requires one.
+    """
 
     def __init__(self, module: Any, lazy: Callable[..., Any], compiled: Callable[..., Any]) -> None:
         self._module = module
@@ -44,6 +54,7 @@ class _Lazily:
         self._compiled = compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `lazy` or `compiled`, as the module trains or not, and return its result."""
         import torch
 
         trains = torch.is_grad_enabled() and any(p.requires_grad and on_xla(p) for p in self._module.parameters())
@@ -52,7 +63,10 @@ class _Lazily:
 
 @functools.cache
 def train_all_lazily() -> None:
-    """Apply `train_lazily` to every module that is compiled from here on, and to its copies."""
+    """Replace torch's compilation of modules so that `train_lazily` applies to every module compiled from here on.
+
+    The replacement is made once and stays until the process ends; copies of such modules behave alike.
+    """
     import torch
     from torch._dynamo import OptimizedModule
 

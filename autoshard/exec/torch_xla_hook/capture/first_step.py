@@ -27,7 +27,12 @@ from autoshard.program import Role
 
 
 class Watch:
-    """Hooks on every module while a step is captured; tensors are named before the step changes them."""
+    """Hooks on every module while a step is captured; tensors are named before the step changes them.
+
+    - `on_forward`: called with each module call of the script; True if a step of inference begins with it.
+    - `guard`: context that catches the hook's own errors.
+    - `live`: lists the handle and tensor of all device data.
+    """
 
     def __init__(
         self,
@@ -44,7 +49,9 @@ class Watch:
         self.outermost: list[Any] = []
         """Modules that the user's code calls, in order."""
         self.modules: dict[str, Any] = {}
+        """Every module by name, as in `named_modules`; further outermost modules have a prefix (`model1.`)."""
         self.optimizers: list[Any] = []
+        """Optimizers that have begun a step."""
         self.training = False
         """True if the script could ask for gradients."""
         self.went_back = False
@@ -57,18 +64,23 @@ class Watch:
         self._find_live = live
         self.guard = guard
         self.is_on = False
+        """True between `start` and `stop`."""
         self._live: dict[int, weakref.ref[Any]] = {}
         """A tensor that owned the data, by handle, for all tensors at the start of the step."""
         self._names: dict[int, str] = {}
+        """Name of a module by its `id`."""
         self._calls: dict[str, int] = {}
+        """Number of ended calls by module name."""
         self._nodes: set[Any] = set()
         """Autograd nodes that are already assigned to a module."""
         self._running: list[_RecordedOps] = []
+        """Recorders of the running calls, the innermost last."""
         self._depth = 0
+        """Number of nested calls that run now."""
         self._hooks = contextlib.ExitStack()
 
     def start(self) -> None:
-        """Replace `Module.__call__`: global module hooks do not receive keyword arguments."""
+        """Replace `Module.__call__` until `stop`: global module hooks do not receive keyword arguments."""
         import torch
 
         call = torch.nn.Module.__call__
@@ -76,6 +88,7 @@ class Watch:
         @functools.wraps(call)
         def watched(module: Any, *args: Any, **kwargs: Any) -> Any:
             # Objects that copy the method during the step, such as a compiled module, retain this function forever.
+            """Call a module; record its inputs if the script calls it, its ops, and its output."""
             if torch.compiler.is_compiling() or not self.is_on or is_traced():
                 return call(module, *args, **kwargs)
             ops = None
@@ -103,18 +116,19 @@ class Watch:
         self._hooks.callback(setattr, torch.nn.Module, "__call__", call)
 
     def stop(self) -> None:
-        """Stop observing, and forget the step."""
+        """Stop observing, restore `Module.__call__`, and forget the step and its optimizers."""
         self.is_on = False
         self._hooks.close()
         self.restart()
         self.optimizers.clear()
 
     def join(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Watch a call that has begun already: its pre-hooks are running."""
+        """Watch a call that has begun already, as its pre-hooks are running, until it ends."""
         self._enter(module, args, kwargs)
         self._depth += 1
 
         def leave(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+            """End the watched call: record its outputs, and remove this hook."""
             handle.remove()
             self._depth = max(self._depth - 1, 0)
             if self.is_on:
@@ -123,7 +137,7 @@ class Watch:
         handle = module.register_forward_hook(ModuleHook(leave, self.guard), with_kwargs=True, always_call=True)
 
     def restart(self) -> None:
-        """Forget the step so far, and continue observing."""
+        """Forget the step so far, except its optimizers, and continue observing."""
         self.forget()
         self.known.clear()
         self.outermost.clear()
@@ -146,12 +160,19 @@ class Watch:
         return self._depth > 0
 
     def note_read(self, tensor: Any) -> None:
-        """Record the data behind a value that is read in the middle of the step, and so computed with nothing split."""
+        """Record the data behind a value that is read in the middle of the step, and so computed with nothing split.
+
+        A value that is computed already needs no record.
+        """
         if all(pending([tensor])):
             self.read_whole.update(handles(xlac()._get_tensors_xla_device_data_node([tensor])[1]))
 
     def learn(self, named: Iterator[tuple[str, Any]], role: Callable[[Any], Role]) -> None:
-        """Remember the device data of these tensors. Pending tensors have none, and scalars may be constants."""
+        """Remember the device data of these tensors, under the first name that each receives.
+
+        `role` returns the role of a tensor. Pending tensors have no data, and scalars may be constants: both are
+        skipped.
+        """
         tensors = [(name, plain(tensor)) for name, tensor in named if on_xla(tensor) and tensor.dim() > 0]
         waiting = pending([tensor for _, tensor in tensors])
         computed = [each for each, waits in zip(tensors, waiting, strict=True) if not waits]
@@ -161,6 +182,9 @@ class Watch:
     def _enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record a call of a module that the script makes: its parameters, buffers and batch; start the step if it is
         the first.
+
+        Calls on the host are ignored. A part of a known module that runs alone is not recorded: it is checkpointed. If
+        the call begins inference, the step so far is forgotten.
         """
         import torch
 
@@ -189,8 +213,10 @@ class Watch:
         self.learn(leaves((args, kwargs), "batch"), lambda _: Role.BATCH)
 
     def _ops_of(self, module: Any) -> "_RecordedOps | None":
-        """Record the ops that a module runs, until the recorder is left. Children record their own ops, but both count
-        them.
+        """Record the ops that a module runs, until the recorder is left; return the recorder, None for an unknown
+        module.
+
+        Children record their own ops, but both count them.
         """
         name = self._names.get(id(module))
         if name is None:
@@ -202,7 +228,10 @@ class Watch:
         return ops
 
     def _after(self, module: Any, inputs: Any, output: Any) -> None:
-        """Record the outputs of a module's call, and the ops of its backward pass."""
+        """Record the outputs of a module's call, and the ops of its backward pass; do nothing for an unknown module.
+
+        - `inputs`: positional and keyword arguments of the call.
+        """
         name = self._names.get(id(module))
         if name is None:
             return
@@ -217,7 +246,7 @@ class Watch:
                 self._record_output(functools.partial(Place, name, call, number=number), tensor)
 
     def _record_output(self, where: Callable[..., Place], tensor: Any) -> None:
-        """Record an output of a module, and later its gradient."""
+        """Record an output of a module, and later its gradient; `where` makes a place from the kind of value."""
         import torch
 
         self.record(where(what="output"), tensor)
@@ -225,25 +254,26 @@ class Watch:
             tensor.register_hook(functools.partial(self._record_gradient, where(what="gradient")))
 
     def _record_gradient(self, where: Place, tensor: Any) -> None:
+        """Record a gradient, and that the script went back, unless observation has stopped."""
         if self.is_on:
             with self.guard:
                 self.went_back = True
                 self.record(where, tensor)
 
     def record(self, where: Place, tensor: Any) -> None:
-        """Save a copy of the tensor's current value, since in-place ops may follow."""
+        """Save a copy of the tensor's current value by its place, since in-place ops may follow."""
         import torch
 
         with torch.no_grad(), without_observers():
             self.recorded[where] = tensor.detach().clone()
 
     def hold(self, where: Place, tensor: Any) -> None:
-        """Save the handle of the data that an op reads. A copy would constrain the tensor's next value."""
+        """Save shape and handle of the data that an op reads. A copy would constrain the tensor's next value."""
         (handle,) = handles([plain(tensor)])
         self.held[where] = tuple(tensor.shape), handle
 
     def forget(self) -> None:
-        """Release the recorded values."""
+        """Release the recorded values and handles."""
         self.recorded.clear()
         self.held.clear()
 
@@ -259,7 +289,10 @@ class Watch:
     def explain(self, roots: Sequence[Any]) -> None:
         """Name tensors that no module or optimizer owns: state that the step has updated, and other parameters.
 
-        All remaining tensors are batch data.
+        - `roots`: live pending tensors, those that the step updates.
+
+        Updated state is optimizer state if the step trains and it is floating, else other. All remaining tensors are
+        batch data.
         """
         import torch
 
@@ -275,17 +308,21 @@ class Watch:
                 self.known[handle] = Known(f"parameter.{len(self.known)}", Role.PARAMETER, tensor)
 
     def changed(self, roots: Sequence[Any]) -> bool:
-        """Return True if these pending tensors include an updated parameter."""
+        """Return True if these pending tensors include an updated parameter of a module."""
         parameters = {id(each.tensor) for each in self.known.values() if each.role is Role.PARAMETER}
         return any(id(root) in parameters for root in roots)
 
     def title(self) -> str:
-        """Return a name for the captured program."""
+        """Return a name for the captured program: the classes of its outermost modules joined by `+`; `graph` without
+        any.
+        """
         names = [type(module).__name__ for module in self.outermost]
         return "+".join(dict.fromkeys(names)) or "graph"
 
     def learn_state(self, optimizer: Any) -> None:
-        """Remember the state of an optimizer that begins its step."""
+        """Remember the optimizer that begins its step and its state, named after parameters; the step then counts as
+        gone back.
+        """
         self.went_back = True
         if not any(each is optimizer for each in self.optimizers):
             self.optimizers.append(optimizer)
@@ -298,7 +335,11 @@ class Watch:
 
 
 class _RecordedOps(OpObserver):
-    """Observer that records operands and results of ops."""
+    """Observer that records operands and results of ops in a `Watch`.
+
+    - `name`: returns the place of an op from its kind and turn.
+    - `mine`: False while ops belong to another recorder, which then records them.
+    """
 
     def __init__(
         self, name: Callable[[str, int], LazyOp], watch: Watch, mine: Callable[[], bool] = lambda: True
@@ -309,16 +350,23 @@ class _RecordedOps(OpObserver):
         self._mine = mine
 
     def before(self, kind: str, turn: int, operands: Sequence[Any]) -> Sequence[Any]:
+        """Record an op's operands, and return them unchanged."""
         with self._watch.guard:
             self._keep("operand", kind, turn, operands)
         return operands
 
     def after(self, kind: str, turn: int, results: Sequence[Any]) -> None:
+        """Record an op's results."""
         with self._watch.guard:
             self._keep("result", kind, turn, results)
 
     def _keep(self, what: str, kind: str, turn: int, values: Sequence[Any]) -> None:
-        """Record the pending values among an op's operands or results; note the data of the computed operands."""
+        """Record the pending values among an op's operands or results; note the data of the computed operands.
+
+        - `what`: `operand` or `result`.
+        - `kind`, `turn`: kind of the op, and number of earlier ops of that kind.
+        - `values`: operands or results.
+        """
         if not self._mine() or not self._watch.is_on:
             return
         op = self._name(kind, turn)
@@ -333,7 +381,9 @@ class _RecordedOps(OpObserver):
 
 
 def optimizer_state(optimizer: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Yield parameter, key and tensor of all state that an optimizer stores on the XLA device."""
+    """Yield parameter, key and tensor of all state that an optimizer stores on the XLA device, in the order of its
+    groups.
+    """
     import torch
 
     for group in optimizer.param_groups:

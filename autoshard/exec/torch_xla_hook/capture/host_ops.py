@@ -34,6 +34,7 @@ def keep_out_of_regions() -> None:
 
     @functools.wraps(run_node)
     def run(collector: Any, node: Any) -> Any:
+        """Run a node, with the set of host ops cleared before it."""
         _ran.clear()
         return run_node(collector, node)
 
@@ -42,7 +43,11 @@ def keep_out_of_regions() -> None:
 
 
 def stand_in_on_host(whole: Callable[[Any], Any]) -> None:
-    """Replace the ops that ran on the host so far; `whole(tensor)` reads a tensor that may be split."""
+    """Replace the kernels of the ops that ran on the host so far, found by PyTorch/XLA's counters.
+
+    `whole(tensor)` reads a tensor that may be split. Ops that are replaced already, and ops that `_op` refuses, are
+    skipped.
+    """
     import torch_xla.debug.metrics as metrics
 
     names = {name.removeprefix("aten::") for name in metrics.counter_names() if name.startswith("aten::")}
@@ -53,7 +58,9 @@ def stand_in_on_host(whole: Callable[[Any], Any]) -> None:
 
 
 def _op(name: str) -> Any:
-    """Return the op of a name if it computes tensors from tensors; None for others, and for reads of a number."""
+    """Return the `aten` op of a name if it computes tensors from tensors; None for others, and for reads of a
+    number.
+    """
     packet, _, overload = name.partition(".")
     op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
     if op is None or packet == "_local_scalar_dense":
@@ -64,7 +71,13 @@ def _op(name: str) -> Any:
 
 
 def _run(name: str, op: Any, whole: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
-    """Run an op on the host: copy its tensors there, and copy the results and written arguments back."""
+    """Run an op on the host: copy its tensors there, and copy the results and written arguments back.
+
+    - `name`: name of the op, which is recorded as run.
+    - `whole`: reads a tensor that may be split.
+
+    Returns the results on the XLA device; a result that is an argument is that argument's own tensor.
+    """
     _ran.add(name)
     given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor) and on_xla(each)]
     with torch.no_grad(), without_observers():
@@ -85,9 +98,10 @@ def _run(name: str, op: Any, whole: Callable[[Any], Any], *args: Any, **kwargs: 
 
 
 def _each(values: Any, known: Mapping[int, Any]) -> Any:
-    """Replace tensors in nested values by the ones that `known` has for their identity."""
+    """Replace tensors in nested values by the ones that `known` has for their `id`; others stay."""
     return tree_map_only(torch.Tensor, lambda each: known.get(id(each), each), values)
 
 
 def _copied(tensor: Any, device: Any) -> Any:
+    """Copy a tensor to a device."""
     return torch.ops.aten._to_copy.default(tensor, device=device)

@@ -18,10 +18,13 @@ class Known:
     """Name and role of a tensor that the watcher saw before the step changed it."""
 
     name: str
+    """Name, such as `layers.0.weight`."""
     role: Role
+    """Role of the argument that has its data."""
     tensor: Any
+    """The user's tensor."""
     whole: tuple[int, ...] | None = None
-    """The full shape of the tensor that the device data is a stand-in for."""
+    """Full shape of the tensor that the device data is a stand-in for; None for the data's own shape."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,17 +32,19 @@ class Capture:
     """One pending graph: the program, and the tensors of its arguments and results."""
 
     program: Program
+    """Program with the graph's module; it has no Python function."""
     inputs: tuple[Any, ...]
     """Tensors with the data of each argument."""
     handles: tuple[int, ...]
     """The device's handles of this data."""
     tensors: tuple[Any, ...]
-    """The user's tensor that had each argument's value before the step; None if it is not known."""
+    """The user's tensor that had each argument's value before the step; None if it is unknown."""
     roots: tuple[Any, ...]
     """The live tensor that has each result as its value."""
     places: tuple[tuple[int, int] | None, ...]
     """Op number and result number that compute each recorded value; None if the roots do not need it."""
     flow: mlir.Flow
+    """Flow of values between the module's ops."""
     split: Mapping[int, str]
     """HLO sharding strings of arguments that are split already, by argument number."""
     users: frozenset[int]
@@ -67,9 +72,11 @@ def capture(
     - `own_pins`: sharding strings and shapes of an earlier plan's pins.
 
     Constraints in the graph that the mesh can express stay in it, except our own. Our own are `own_pins`, and those by
-    which PyTorch/XLA retains the split of state that is updated in place.
+    which PyTorch/XLA retains the split of state that is updated in place. The program's notes count the dropped ones. A
+    known tensor among the roots is state: its argument is tied to the result and donated.
 
-    Raises `UserError` if an op returns a tuple.
+    Raises `UserError` if an op returns a tuple, and `RuntimeError` if this torch_xla orders the graph's inputs in
+    another way.
     """
 
     every = [*roots, *recorded]
@@ -155,11 +162,17 @@ def capture(
 
 
 def _not_callable(*_: Any) -> Any:
+    """Raise `RuntimeError`: a captured graph has no Python function."""
     raise RuntimeError("a captured graph runs in PyTorch/XLA only")
 
 
 def _classify(found: Sequence[Known | None], types: Sequence[tuple[tuple[int, ...], str]]) -> tuple[list[str], list]:
-    """Return a name and a role for each argument. Unknown data is batch data (labels, masks) or a scalar of an op."""
+    """Return a unique name and a role for each argument. Unknown data is batch data (labels, masks) or a scalar of an
+    op.
+
+    - `found`: known tensor of each argument's data; None for nothing.
+    - `types`: shape and dtype of each argument.
+    """
     names: list[str] = []
     roles: list[Role] = []
     used: set[str] = set()
@@ -174,12 +187,14 @@ def _classify(found: Sequence[Known | None], types: Sequence[tuple[tuple[int, ..
 
 
 def _result_name(labels: Mapping[int, str], root: Any, number: int) -> str:
+    """Return the name of a result that updates no argument, by its tensor's name in `labels`, else by its number."""
     if id(root) in labels:
         return f"result.{labels[id(root)]}"
     return f"result.{number}"
 
 
 def _fingerprint(module: Any, arguments: Sequence[Argument]) -> str:
+    """Return a hash of a module's canonical text and of its arguments' names and roles."""
     digest = hashlib.sha256(mlir.canonical_text(module).encode())
     digest.update(json.dumps([[a.name, a.role.value] for a in arguments]).encode())
     return digest.hexdigest()
@@ -189,7 +204,8 @@ def own_sharding(capture: Capture, number: int | None, mesh: LiveMesh) -> Any:
     """Return the user's own sharding of an argument that the mesh cannot express; the argument's update is split so
     too.
 
-    None if the user has not marked the argument, or if the mesh can express the mark.
+    `number` is the argument's; None gives None. None too if the user has not marked the argument, or if the mesh can
+    express the mark.
     """
     if number is None or number not in capture.users:
         return None

@@ -70,8 +70,8 @@ _KERNELS = (
 class OpObserver:
     """Observer of ops of some kinds (all kinds, if None) that run on this thread while it is entered.
 
-    Copies of views are neither counted nor observed: earlier steps' changes of a base decide if its view is computed
-    again.
+    Subclasses override `before` and `after`. If all kinds have replaced kernels, no dispatch mode is needed. Copies of
+    views are neither counted nor observed: earlier steps' changes of a base decide if its view is computed again.
     """
 
     def __init__(self, kinds: Collection[str] | None = None) -> None:
@@ -81,18 +81,20 @@ class OpObserver:
         self._mode = None if by_kernels else _Mode(self)
 
     def __enter__(self) -> None:
+        """Start observing as the innermost observer, with all counts at 0."""
         self._turns.clear()
         _thread.observers.append(self)
         if self._mode is not None:
             self._mode.__enter__()
 
     def __exit__(self, *_: object) -> None:
+        """Stop observing, also after an error, which passes through."""
         if self._mode is not None:
             self._mode.__exit__(None, None, None)
         _thread.observers.remove(self)
 
     def around(self, node: Any) -> None:
-        """Enter this observer whenever an autograd node runs."""
+        """Enter this observer whenever an autograd node runs, and leave it after the node."""
         node.register_prehook(lambda gradients: self.__enter__())
         node.register_hook(lambda given, taken: self.__exit__())
 
@@ -101,19 +103,23 @@ class OpObserver:
         return self._kinds is None or kind in self._kinds
 
     def turn(self, kind: str) -> int:
-        """Return the number of earlier ops of this kind."""
+        """Return the number of earlier ops of this kind since the observer was entered, and count one more."""
         turn = self._turns[kind]
         self._turns[kind] += 1
         return turn
 
     def before(self, kind: str, turn: int, operands: Sequence[Any]) -> Sequence[Any]:
-        """Return the positional arguments that the op receives instead of these. Ops in this method are not
-        observed.
+        """Return the positional arguments that the op receives instead of these; by default the same.
+
+        - `kind`: name of the op's overload, such as `aten.mm.default`.
+        - `turn`: number of earlier ops of this kind.
+
+        Ops in this method are not observed.
         """
         return operands
 
     def after(self, kind: str, turn: int, results: Sequence[Any]) -> None:
-        """Use the results of the op. Ops in this method are not observed."""
+        """Use the results of the op; by default do nothing. Ops in this method are not observed."""
 
 
 class _Mode(TorchDispatchMode):
@@ -124,6 +130,7 @@ class _Mode(TorchDispatchMode):
         self._ops = ops
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op, and report it to the observer if its kind is observed and its kernel is not replaced."""
         kind = _kind(func)
         if is_traced():
             return func(*args, **(kwargs or {}))
@@ -144,7 +151,7 @@ _forced: Any = vars(torch._C)["_ForceDispatchKeyGuard"]
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an op under a mode exactly as it runs without one.
+    """Run an op under a mode exactly as it runs without one, and return its result.
 
     PyTorch/XLA wraps tensors that it creates for functionalisation, but not below it, where a mode is. Without the
     wrapper a view of the tensor is a copy. Writes to the view are then lost, and reads of it are gathered.
@@ -156,7 +163,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _has_xla(given: Any) -> bool:
-    """Return True for a tensor on the XLA device, or a list with one."""
+    """Return True for a tensor on the XLA device, or a (nested) list with one."""
     if isinstance(given, torch.Tensor):
         return on_xla(given)
     return isinstance(given, (list, tuple)) and any(map(_has_xla, given))
@@ -175,7 +182,7 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def without_observers() -> Iterator[None]:
-    """Hide the ops in the context from all observers."""
+    """Hide the ops in the context from all observers and dispatch modes of this thread."""
     observers, _thread.observers = _thread.observers, []
     try:
         with contextlib.nullcontext() if _get_current_dispatch_mode() is None else _disable_current_modes():
@@ -185,7 +192,7 @@ def without_observers() -> Iterator[None]:
 
 
 def hidden_from_observers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function that traces another program, so that its modules and ops are not observed."""
+    """Return the function, which traces another program, in a form whose modules and ops are not observed."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -200,7 +207,8 @@ _standing: set[str] = set()
 
 
 def stand_in(kinds: Collection[str] | None = None) -> None:
-    """Replace PyTorch/XLA's kernels of exactly these kinds of ops (of all in `_KERNELS`, if None).
+    """Replace PyTorch/XLA's kernels of exactly these kinds of ops (of all in `_KERNELS`, if None), and restore all
+    others.
 
     Ops in `_KERNELS` that are not replaced are not observed. A replaced kernel costs some microseconds per op, even
     without an observer.
@@ -215,12 +223,16 @@ def stand_in(kinds: Collection[str] | None = None) -> None:
 
 @functools.cache
 def _telling(name: str) -> Callable[..., Any]:
-    """Wrap PyTorch/XLA's kernel of an op so that it notifies all entered observers."""
+    """Wrap PyTorch/XLA's kernel of an op so that it notifies all entered observers of its kind; cached by name.
+
+    An op that adds a bias, and a convolution's backward pass, then run as two ops with kinds of their own.
+    """
     kind = _kind_of(name)
     kernel = torch.library.get_kernel(f"aten::{name}", "XLA").call_boxed
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.XLA)
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        """Run the op, reported to the observers of its kind."""
         observers = _thread.observers
         asking = [each for each in observers if each.tells(kind)] if observers else ()
         if not asking:
@@ -244,7 +256,7 @@ def _telling(name: str) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _telling_no_one() -> Iterator[None]:
-    """Hide the ops that an observed op runs inside from all observers."""
+    """Hide the ops that an observed op runs inside from all observers; modes stay active."""
     observers, _thread.observers = _thread.observers, []
     try:
         yield
@@ -253,7 +265,10 @@ def _telling_no_one() -> Iterator[None]:
 
 
 def tell_of_loop(loop: Callable[..., Sequence[Any]], args: Sequence[Any]) -> Sequence[Any]:
-    """Run a loop of PyTorch/XLA's as one op, and notify all entered observers."""
+    """Run a loop of PyTorch/XLA's as one op of kind `LOOP`, and notify all entered observers; return its results.
+
+    `args` are its flat operands, which observers may replace.
+    """
     asking = [each for each in _thread.observers if each.tells(LOOP)]
     if not asking:
         return loop(*args)
@@ -262,7 +277,8 @@ def tell_of_loop(loop: Callable[..., Sequence[Any]], args: Sequence[Any]) -> Seq
 
 
 def _tell(asking: Sequence[OpObserver], kind: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run an op. The innermost observer sees the operands first; the outermost sees the results first.
+    """Run an op and return its result. The innermost observer sees the operands first; the outermost sees the results
+    first.
 
     - `asking`: the observers of this kind of op, the innermost last.
     - `kind`: kind that the observers see.
@@ -278,7 +294,8 @@ def _tell(asking: Sequence[OpObserver], kind: str, run: Callable[..., Any], args
 
 
 def _bias_apart(kind: str, args: Sequence[Any]) -> tuple[Any, tuple[Any, ...], Any] | None:
-    """Split an op into a product, its operands, and the bias that is added; None if the op is not both.
+    """Split an op into a product, its operands, and the bias that is added, ready to broadcast; None if the op is not
+    both.
 
     The product's result is pinned between the two: XLA would otherwise gather the bias broadcast over the whole result.
     """
@@ -293,13 +310,15 @@ def _bias_apart(kind: str, args: Sequence[Any]) -> tuple[Any, tuple[Any, ...], A
 
 
 def _makes_two(kind: str, args: Sequence[Any]) -> bool:
-    """Return True if this op runs two convolutions: a plan may want other operands for each. XLA removes unused
-    results.
+    """Return True for a convolution's backward pass that computes gradients of its input and of weight or bias.
+
+    It runs two convolutions, and a plan may want other operands for each. XLA removes unused results.
     """
     return kind == "aten.convolution_backward.default" and args[-1][0] and any(args[-1][1:])
 
 
 def _results(made: Any) -> Sequence[Any]:
+    """Return an op's results as a sequence."""
     return made if isinstance(made, (tuple, list)) else (made,)
 
 
@@ -309,13 +328,15 @@ _KNOWN_AS = {"aten._native_batch_norm_legit.no_stats": "aten.native_batch_norm.d
 
 @functools.cache
 def _kind(func: Any) -> str | None:
-    """Return the name of an op's overload; None for copies of views."""
+    """Return the name of an op's overload, or of the op that scripts run for it; None for copies of views."""
     kind = str(func)
     return None if kind.split(".")[1].endswith("_copy") else _KNOWN_AS.get(kind, kind)
 
 
 def _kind_of(name: str) -> str:
+    """Return the kind of an op in `_KERNELS`, with the overload `default` if it names none."""
     return f"aten.{name}" if "." in name else f"aten.{name}.default"
 
 
 _BY_KERNEL = frozenset({*map(_kind_of, _KERNELS), LOOP})
+"""Kinds that replaced kernels report, so that no mode is needed."""

@@ -20,6 +20,7 @@ _METHODS = (
     "__repr__",
     "__format__",
 )
+"""Methods of tensors that read a value."""
 
 
 _WHOLE = ("cpu", "tolist")
@@ -27,7 +28,7 @@ _WHOLE = ("cpu", "tolist")
 
 
 def read_whole(whole: Callable[[Any], Any]) -> None:
-    """Read `whole(tensor)` instead of each tensor that is copied whole to the host, until the process ends."""
+    """Make reads and saves of whole tensors on the host read `whole(tensor)` instead, until the process ends."""
     import torch
 
     for name in _WHOLE:
@@ -37,9 +38,9 @@ def read_whole(whole: Callable[[Any], Any]) -> None:
 
 
 def from_shards(tensor: Any) -> Any:
-    """Assemble a split tensor's values on the host from its shards, without a compilation or a gather.
+    """Return a split tensor's values on the host, assembled from its shards without a compilation or a gather.
 
-    Return None if devices of other processes own some shards.
+    Returns None if devices of other processes own some shards. Waits for the device's pending work.
     """
     import torch
     import torch_xla.runtime as xr
@@ -58,7 +59,7 @@ def from_shards(tensor: Any) -> Any:
 
 
 def _of_whole(method: Callable[..., Any], whole: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Wrap a method of tensors so that it reads `whole(tensor)`."""
+    """Return a method of tensors that reads `whole(tensor)`."""
 
     @functools.wraps(method)
     def read(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +69,9 @@ def _of_whole(method: Callable[..., Any], whole: Callable[[Any], Any]) -> Callab
 
 
 def _of_all_whole(fetch: Callable[..., Any], whole: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Wrap the function by which PyTorch/XLA fetches tensors that are saved."""
+    """Return the function by which PyTorch/XLA fetches tensors that are saved, which then reads `whole` of each; order
+    stays.
+    """
     import torch
 
     @functools.wraps(fetch)
@@ -90,7 +93,7 @@ class Reads:
         self._replaced: dict[str, Any] = {}
 
     def start(self) -> None:
-        """Replace the methods that read a tensor's value."""
+        """Replace the methods that read a tensor's value by methods that call `on_read` first."""
         import torch
 
         for name in _METHODS:
@@ -99,7 +102,7 @@ class Reads:
             setattr(torch.Tensor, name, self._noticed(getattr(torch.Tensor, name)))
 
     def stop(self) -> None:
-        """Restore the replaced methods."""
+        """Restore the replaced methods; do nothing if none is replaced."""
         import torch
 
         for name, own in self._replaced.items():
@@ -110,6 +113,8 @@ class Reads:
         self._replaced = {}
 
     def _noticed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method that calls `on_read(tensor)` and then `method`."""
+
         @functools.wraps(method)
         def read(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             self._on_read(tensor)

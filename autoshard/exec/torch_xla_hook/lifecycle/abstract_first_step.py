@@ -40,10 +40,14 @@ from autoshard.program import Role
 log = logging.getLogger("autoshard.torch_xla")
 
 AHEAD_VARIABLE = "XLA_AUTO_PLAN_AHEAD"
+"""Environment variable: 1 to plan before anything is uploaded, 0 to plan the first step as it runs."""
 
 
 class UploadPlanner:
-    """Modules that were moved to the device, but whose tensors no op has used there yet."""
+    """Modules that were moved to the device, but whose tensors no op has used there yet.
+
+    `marks` are the script's own marks, and `applied` remembers the specs for later steps.
+    """
 
     def __init__(self, marks: UserMarks, applied: LaterMarks) -> None:
         from torch.utils.weak import WeakIdKeyDictionary
@@ -68,8 +72,10 @@ class UploadPlanner:
     def needs(self, module: Any, topology: str) -> bool:
         """Return True if this module must be planned before its first call.
 
-        The module needs it if the tensors in `waiting` would fill more than half of a device's memory. The plan's first
-        run may need the whole tensors in addition to the step's own memory.
+        A module with meta parameters needs it if it was moved (`promised`), and one without waiting parameters does
+        not. Otherwise `XLA_AUTO_PLAN_AHEAD` decides. By default the module needs it if the tensors in `waiting` would
+        fill more than half of a device's memory. The plan's first run may need the whole tensors in addition to the
+        step's own memory.
         """
         if any(parameter.is_meta for parameter in module.parameters()):
             return any(inner is module for each in self._meta for inner in each.modules())
@@ -127,8 +133,11 @@ class UploadPlanner:
     def _send(self, module: Any, mesh: LiveMesh, specs: Mapping[str, Spec], trains: bool | None) -> None:
         """Upload a module's tensors by these specs, and remember the specs.
 
+        - `mesh`: mesh of the specs.
         - `specs`: the planned specs, by name.
         - `trains`: True if the planned step trains; None if nothing was planned, then every tensor is split evenly.
+
+        Meta tensors are materialised on the devices. Tensors that the script has marked keep their marks.
         """
         named = dict(_tensors_of(module))
         if trains is None:
@@ -151,11 +160,16 @@ class UploadPlanner:
 class AbstractStep:
     """One step of a copy of a module whose parameters are stand-ins of one element; nothing is computed.
 
-    A training step differentiates the output's loss, or the mean of the output's squares. Its optimizer is the one that
-    the script has made for these parameters, else AdamW.
+    A training step differentiates the output's loss, or the mean of the output's squares. It trains if gradients are
+    enabled and some parameter requires one. Its optimizer is the one that the script has made for these parameters,
+    else AdamW.
     """
 
     def __init__(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Run the step lazily on stand-ins; random states of the script do not change.
+
+        `args` and `kwargs` are those of the module's first call. Errors of the module pass through.
+        """
         import torch
         import torch_xla.core.xla_model as xm
 
@@ -188,7 +202,7 @@ class AbstractStep:
         self._roots = [each for each, waits in zip(tensors, pending(tensors), strict=True) if waits]
 
     def _stand_in(self, name: str, tensor: Any) -> Any:
-        """Make the stand-in of a tensor: one element, broadcast to the tensor's shape."""
+        """Make the stand-in of a tensor and store it: one element on the device, broadcast to the tensor's shape."""
         import torch
 
         data = torch.zeros([1] * tensor.dim(), dtype=tensor.dtype, device="cpu").to("xla")
@@ -202,7 +216,10 @@ class AbstractStep:
         return made
 
     def capture(self, mesh: LiveMesh, marks: UserMarks) -> Capture:
-        """Read the step as a program whose arguments are named as the module's parameters and buffers."""
+        """Read the step as a program whose arguments are named as the module's parameters and buffers.
+
+        Batch arrays are named by their place in the call. `marks` are the script's own marks.
+        """
         import torch
 
         spread = {name: pair for name, pair in self._stand_ins.items() if self.tensors[name].dim()}
@@ -222,7 +239,9 @@ class AbstractStep:
         return capture(self._roots, [], known, self.trains, self._title, mesh, marks, own)
 
     def fixed(self, capture: Capture, mesh: LiveMesh) -> dict[int, Spec]:
-        """Return the specs of arguments that the script has already marked."""
+        """Return the specs, by argument number, of parameters and buffers that the script has marked, if the mesh can
+        express them.
+        """
         specs = {}
         for number, argument in enumerate(capture.program.arguments):
             own = self.tensors.get(argument.name)
@@ -252,7 +271,10 @@ def _whole(rank: int) -> Any:
 
 
 def _loss(output: Any) -> Any:
-    """Return the output's loss, or the mean of the squares of its first differentiable tensor."""
+    """Return the output's loss as its mean, or the mean of the squares of its first differentiable tensor.
+
+    Raises `IndexError` if it has none.
+    """
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if loss is not None:
         return loss.float().mean()
@@ -261,7 +283,12 @@ def _loss(output: Any) -> Any:
 
 
 def _updater(module: Any, copies: Mapping[int, Any], parameters: Sequence[Any]) -> Any:
-    """Make an optimizer of the copies like the script's own; AdamW if none is found or none can be made."""
+    """Make an optimizer of the copies like the script's own; AdamW if none is found or none can be made.
+
+    - `module`: module whose parameters the script's optimizer updates.
+    - `copies`: copy of each of the module's tensors by the `id` of the original.
+    - `parameters`: copies that AdamW would update.
+    """
     import torch
 
     own = {id(parameter) for parameter in module.parameters()}
@@ -282,7 +309,9 @@ def _updater(module: Any, copies: Mapping[int, Any], parameters: Sequence[Any]) 
 
 
 def _evenly(tensor: Any, mesh: LiveMesh) -> Spec:
-    """Split the largest divisible dim over all axes; return a whole spec if no dim divides."""
+    """Return a spec that splits the largest divisible dim, the first of equal ones, over all axes; a whole spec if none
+    divides.
+    """
     axes = tuple(axis for axis, size in mesh.sizes.items() if size > 1)
     parts = math.prod(mesh.sizes[axis] for axis in axes)
     fit = [(size, -dim) for dim, size in enumerate(tensor.shape) if size % parts == 0]
@@ -291,8 +320,9 @@ def _evenly(tensor: Any, mesh: LiveMesh) -> Spec:
 
 
 def _make(module: Any, shardings: Mapping[str, Any]) -> None:
-    """Materialise a module's meta tensors on the XLA devices; its parameters stay the same Python objects for an
-    optimizer.
+    """Materialise a module's meta tensors on the XLA devices; its parameters stay the same objects for an optimizer.
+
+    `shardings` are `_XLAC.OpSharding`s by name; other tensors are replicated.
     """
     import torch
 

@@ -13,6 +13,9 @@ from autoshard.exec.torch_xla_hook.planning.runtime_topology import mesh_here
 def plan_first_step(name: str, module: Any, device_mesh: Any) -> None:
     """Turn auto-sharding on for a module, as a `partition_fn` of `torch.distributed.tensor.distribute_module`.
 
+    - `name`: name of the submodule; nothing is done unless it is empty, for the whole module.
+    - `device_mesh`: `DeviceMesh` of XLA devices.
+
     The module is moved to the XLA device. Its first step is planned for a mesh with the axes and sizes of
     `device_mesh`, laid out on the topology.
 

@@ -21,8 +21,10 @@ from autoshard.exec.torch_xla_hook.values.live_marks import is_split, sharding_t
 
 
 AUTO_VARIABLE = "XLA_AUTO_SPMD"
+"""Environment variable that asks for auto-sharding."""
 
 _VERSIONS = ("2.9",)
+"""Versions of torch_xla that the hook works with."""
 _NEEDED = (
     "_check_tensor_need_materialization",
     "_get_stablehlo",
@@ -38,9 +40,12 @@ _NEEDED = (
     "_xla_sync_multi",
     "_xla_user_computation",
 )
+"""Functions of torch_xla's extension that the hook calls."""
 
 _session: list[Session] = []
+"""The session of this process, if there is one."""
 _installed: list[Callable[..., None]] = []
+"""Replacements of `use_spmd`, so that none is replaced again."""
 
 
 def session() -> Session | None:
@@ -49,12 +54,15 @@ def session() -> Session | None:
 
 
 def asked_by_environment() -> bool:
-    """Return True if `XLA_AUTO_SPMD` asks for auto-sharding."""
+    """Return True if `XLA_AUTO_SPMD` is `1` or `true`, in any case."""
     return os.environ.get(AUTO_VARIABLE, "").strip().lower() in ("1", "true")
 
 
 def install() -> None:
-    """Make `xr.use_spmd(auto=True)` and `XLA_AUTO_SPMD=1` turn on autoshard; nothing else changes until one is used."""
+    """Make `xr.use_spmd(auto=True)` and `XLA_AUTO_SPMD=1` turn on autoshard; nothing else changes until one is used.
+
+    If the variable is set, auto-sharding is turned on here. A second call changes nothing.
+    """
     import torch_xla.runtime as xr
 
     original = xr.use_spmd
@@ -63,6 +71,7 @@ def install() -> None:
 
     @functools.wraps(original)
     def use_spmd(auto: bool | None = False) -> None:
+        """Turn on auto-sharding if `auto` or the environment asks for it, else only SPMD mode."""
         if auto or asked_by_environment():
             enable(original)
         else:
@@ -75,9 +84,12 @@ def install() -> None:
 
 
 def enable(use_spmd: Callable[[], None]) -> Session:
-    """Turn SPMD mode and auto-sharding on; the next step is planned.
+    """Turn SPMD mode and auto-sharding on; the next step is planned. Return the session, the same at every call.
 
-    Raises `UserError` for an unknown version of torch_xla, or if tensors are on the device already.
+    `use_spmd` turns SPMD mode on. Marks that tensors have already count as the script's own.
+
+    Raises `UserError` for an unknown version of torch_xla. Raises it also if SPMD mode was off and the device was used
+    already.
     """
     import torch_xla.runtime as xr
 
@@ -117,7 +129,11 @@ def _refuse_early_work() -> None:
 
 
 def check_version(version: str, extension: Any) -> None:
-    """Raise `UserError` unless this is a torch_xla whose lazy graph the hook can read."""
+    """Raise `UserError` unless this is a torch_xla whose lazy graph the hook can read.
+
+    - `version`: version of torch_xla.
+    - `extension`: its extension module, which must have all of `_NEEDED`.
+    """
     missing = [name for name in _NEEDED if not hasattr(extension, name)]
     if not version.startswith(tuple(f"{known}." for known in _VERSIONS)) or missing:
         lacks = f" and lacks {', '.join(missing)}" if missing else ""
@@ -128,7 +144,10 @@ def check_version(version: str, extension: Any) -> None:
 
 
 def _stand_in(made: Session) -> None:
-    """Replace the functions through which the session learns of step boundaries and of data that goes to the device."""
+    """Replace the functions through which the session learns of step boundaries, moves, reads and optimizer steps.
+
+    The replacements stay until the process ends.
+    """
     import torch_xla.core.xla_model as xm
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -137,6 +156,7 @@ def _stand_in(made: Session) -> None:
 
     @functools.wraps(step_marker)
     def planned_step_marker(*args: Any, **kwargs: Any) -> Any:
+        """Plan the pending graph or mark the state, then run PyTorch/XLA's own step marker."""
         made.on_sync()
         return step_marker(*args, **kwargs)
 
@@ -154,6 +174,9 @@ def _stand_in(made: Session) -> None:
 
     @functools.wraps(send)
     def send_planned(datas: Any, device: Any, input_sharding: Any = None) -> Any:
+        """Send host data to the device with planned specs, or with those that the script gives, which count as its own
+        marks.
+        """
         if input_sharding is None:
             return send(datas, device, PlannedInputs(made.applied.batch_spec))
         sent = send(datas, device, input_sharding)
@@ -172,6 +195,7 @@ def _let_swap(made: Session) -> None:
 
     @functools.wraps(swap)
     def swap_tensors(one: Any, other: Any) -> None:
+        """Swap two tensors while the session has no weak references to them."""
         with made.untracked(one, other):
             swap(one, other)
 
@@ -190,6 +214,7 @@ def _tell_of_scans() -> None:
         """Run a scan as one op with flat operands and results."""
 
         def flat(*args: Any) -> Sequence[Any]:
+            """Run the scan on flat carries and inputs; return flat carries and outputs."""
             carry, ys = loop(fn, args[: len(init)], args[len(init) :], reverse=reverse)
             return *carry, *ys
 

@@ -60,33 +60,44 @@ _KNOWN_STEPS = 2
 
 
 _ABSENT = object()
+"""Mark of a tensor that a table does not have."""
 
 _HOST_STEPS = 2
 """Number of steps, from the planned step on, after which all ops that run on the host are known."""
 
 
 class Session:
-    """Auto-sharding of one process. If `armed`, the next step boundary plans the pending graph."""
+    """Auto-sharding of one process. If `armed`, a step is watched, and the next step boundary plans the pending
+    graph.
+    """
 
     def __init__(self) -> None:
         from torch.utils.weak import WeakIdKeyDictionary
 
         self.plans: list[Plan] = []
+        """Plans that were made, in order; their positions are their numbers."""
         self._mesh: dict[str, int] | None = None
         self.guard = Guard(self._give_up)
         self.marks = UserMarks()
+        """The script's own marks."""
         self.applied = LaterMarks(self.guard)
+        """Specs that later steps apply."""
         self.ahead = UploadPlanner(self.marks, self.applied)
+        """Modules that are not uploaded yet."""
         self.armed = False
+        """True while a step is watched."""
         self.failed = False
+        """True after a step could not be planned; only the first failure warns."""
         self._watch: Watch | None = None
         self._reads = Reads(self.on_read)
         self._seen: dict[tuple[Any, ...], int | None] = {}
         """The plan's number for each signature of a planned forward call; None if the call could not be planned."""
         self._current: set[tuple[Any, ...]] = set()
+        """Signatures of the calls in the watched step."""
         self._looked: set[tuple[Any, ...]] = set()
         """Signatures whose results were read before the script could have asked for gradients."""
         self._known_steps = 0
+        """Number of consecutive steps that were planned already."""
         self._host_steps = 0
         """Number of further steps that are searched for ops on the host."""
         self._moved: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -114,7 +125,11 @@ class Session:
 
     @contextlib.contextmanager
     def untracked(self, one: Any, other: Any) -> Iterator[None]:
-        """Drop all weak references to two tensors while a script swaps them: PyTorch refuses to swap with any."""
+        """Drop all weak references to two tensors while a script swaps them: PyTorch refuses to swap with any.
+
+        Afterwards the tensors have their own specs again, if their shapes are equal; else they have none. Entries that
+        belong to the data, marks and waiting uploads, are exchanged with it.
+        """
         by_object = (self.applied.state, self.applied.specs, self.applied.trained)
         by_data = (self.ahead.waiting, self.marks.tensors)
         pair = (plain(one), plain(other))
@@ -136,7 +151,9 @@ class Session:
                         table[each] = value
 
     def arm(self) -> None:
-        """Watch from now on, until the next step boundary."""
+        """Watch from now on, until the next step boundary, with no plan active; do nothing if that is so already or
+        after a failure.
+        """
         if not self.armed and not self.guard.failed:
             self.armed = True
             self.applied.now.plan = None
@@ -149,7 +166,7 @@ class Session:
             stand_in()
 
     def disarm(self) -> None:
-        """Stop watching, and observe only the ops that are pinned."""
+        """Stop watching and reading, and observe only the ops that are pinned."""
         if self._watch is not None:
             self._watch.stop()
         self._watch = None
@@ -163,20 +180,21 @@ class Session:
         self.disarm()
 
     def await_module(self, module: Any) -> None:
-        """Prepare to plan the first step of a module that has moved to the device."""
+        """Prepare to plan the first step of a module that has moved from the host to the device; watch from now on."""
         self._moved.add(module)
         self.ahead.moved(module)
         self.arm()
 
     def promise_module(self, module: Any) -> None:
-        """Prepare to materialise a module on the meta device, which was moved, at its first call."""
+        """Prepare to materialise a module on the meta device, which was moved, at its first call; watch from now on."""
         self.ahead.promised(module)
         self.arm()
 
     def _on_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Record a forward call; return True if a step of inference begins.
+        """Record a forward call of the watched step; return True if a step of inference begins.
 
-        It does if the same call was read before, and the script has not asked for gradients since.
+        It does if the same call was read before, and the script has not asked for gradients since. A module that must
+        be planned before its upload is planned and uploaded here.
         """
         topology = topology_here()
         if self.ahead.needs(module, topology):
@@ -191,7 +209,10 @@ class Session:
         return again
 
     def on_call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Mark the batch of a known module's call in a planned step; watch the step if the call is new."""
+        """Mark the batch of a known module's call; make its plan the current one, or watch the step if the call is new.
+
+        While a step is watched only the batch is marked.
+        """
         self.applied.mark_batch(leaves((args, kwargs), "batch"))
         if self.armed:
             return
@@ -204,7 +225,11 @@ class Session:
         self._watch.join(module, args, kwargs)
 
     def on_sync(self) -> None:
-        """Plan the pending graph at a step boundary if it is watched and new; else mark the state."""
+        """Plan the pending graph at a step boundary if it is watched and new; else mark the state.
+
+        A known step is skipped, and a step without modules is planned only if it has a matmul or a convolution. After a
+        failure of the hook nothing is done.
+        """
         if self.guard.failed:
             return
         roots: Sequence[Any] = ()
@@ -228,7 +253,12 @@ class Session:
                 stand_in_on_host(self.whole)
 
     def on_read(self, tensor: Any) -> None:
-        """Respond to a read of a value: if a whole step is pending, plan and run it now."""
+        """Respond to a read of a value: if a whole step is pending, plan and run it now.
+
+        Nothing is planned if no module has run, or if the step is known and so skipped. Nothing is planned either in
+        the middle of a call, or in a training step before parameters are updated. The data behind such a read is
+        recorded instead.
+        """
         watch = self._watch
         if watch is None or not on_xla(tensor) or not watch.seen or is_traced():
             return
@@ -252,9 +282,9 @@ class Session:
     def whole(self, tensor: Any) -> Any:
         """Return a tensor with the same values on the host, or replicated on every device, if this tensor is split.
 
-        PyTorch/XLA compiles a program each time that it gathers a split tensor for the host. Reading the shards needs
-        no compilation. If other processes own some shards, or gradients must flow back, a lazy graph gathers, which is
-        compiled once.
+        A tensor that is not split is returned unchanged, after it is computed. PyTorch/XLA compiles a program each time
+        that it gathers a split tensor for the host. Reading the shards needs no compilation. If other processes own
+        some shards, or gradients must flow back, a lazy graph gathers, which is compiled once.
         """
         import torch
 
@@ -275,12 +305,13 @@ class Session:
         return tensor
 
     def _is_known(self) -> bool:
-        """Return True if the watched step is planned already."""
+        """Return True if the watched step has calls and all of them were planned, or could not be planned, before."""
         return bool(self._current) and self._current <= self._seen.keys()
 
     def _pass_by(self, watch: Watch) -> None:
-        """Skip a known step. After `_KNOWN_STEPS` of them watching ends, and moved modules are awaited by call
-        hooks.
+        """Skip a known step: forget its calls and values.
+
+        After `_KNOWN_STEPS` of them in a row watching ends, and moved modules are awaited by call hooks.
         """
         self._current = set()
         watch.restart()
@@ -290,8 +321,10 @@ class Session:
             self.applied.hook_calls(list(self._moved), self.on_call)
 
     def signature(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Return the properties that give two calls of a module the same graph: shapes, modes, and if gradients are
-        enabled.
+        """Return the properties that give two calls of a module the same graph.
+
+        They are the module's number, its training mode, True if gradients are enabled, and the shapes and dtypes of
+        tensors.
         """
         import torch
 
@@ -302,7 +335,10 @@ class Session:
         return number, module.training, torch.is_grad_enabled(), shapes
 
     def on_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Record an optimizer that begins its step; drop plans that took its step for inference."""
+        """Record an optimizer that begins its step; drop plans that took its step for inference.
+
+        `args` and `kwargs` are those of the step, unused. Optimizers of models on the host are ignored.
+        """
         watch, unsure = self._watch, self._unsure
         if (watch is None and not unsure) or is_traced():
             return
@@ -316,15 +352,16 @@ class Session:
             self._unsure = set()
 
     def _roots(self, watch: Watch) -> list[Any]:
-        """Return the live pending tensors, without the recorded copies."""
+        """Return the live pending tensors in a stable order, without the recorded copies."""
         recorded = {id(tensor) for tensor in watch.recorded.values()}
         return [root for root in live_pending(watch.persistent()) if id(root) not in recorded]
 
     def _plan(self, watch: Watch, roots: Sequence[Any]) -> Sequence[Any]:
-        """Plan the pending graph, and replace `roots` by the results of its planned run.
+        """Plan the pending graph, and replace `roots` by the results of its planned run; watching ends.
 
-        Return the tensors that this run computes: `roots`, and inputs that are split on the way. Return none if
-        planning failed.
+        Return the tensors that this run computes: `roots`, and inputs that are split on the way. If planning failed,
+        warn the first time and return none; with `AUTOSHARD_STRICT` the error is raised. Errors in the user's mesh or
+        settings are always raised.
         """
         current, self._current = self._current, set()
         self._seen |= dict.fromkeys(current)
@@ -355,7 +392,10 @@ class Session:
             self.disarm()
 
     def _mesh_for(self, topology: str, sizes: dict[str, int] | None, read: Callable[[LiveMesh], Capture]) -> LiveMesh:
-        """Return the mesh of these sizes; if they are None, search the best mesh for the captured graph."""
+        """Return the mesh of these sizes; if they are None, search the best mesh for the captured graph.
+
+        `read` captures the graph for a mesh. A mesh that was found becomes the session's.
+        """
         if sizes is None:
             one_axis = live_mesh(topology, {"data": Topology.parse(topology).num_devices})
             sizes = self.mesh = cached_mesh(read(one_axis), topology)
@@ -366,12 +406,14 @@ class Session:
     ) -> Sequence[Any]:
         """Plan the pending graph after capturing it, and replace its tensors by the results of the planned run.
 
+        - `watch`: watcher of the step; its recorded values are released.
         - `roots`: live pending tensors, which become the results.
         - `topology`: name of the devices' topology.
         - `mesh`: the mesh to plan for; None to search it.
         - `group`: if True, inputs are split in one run; None to decide by memory.
 
-        Return the tensors that the planned run computes.
+        Return the tensors that the planned run computes. A first training plan may change specs of earlier plans of
+        inference; all other plans retain them. Raises `UserError` if the graph cannot be planned.
         """
         every = list(watch.recorded.items())
         waits = pending([tensor for _, tensor in every])  # values that the script has read are computed already
@@ -443,7 +485,9 @@ class Session:
 
 
 def _is_heavy(roots: Sequence[Any]) -> bool:
-    """Return True if a graph without modules is worth planning: it has a matmul or a convolution."""
+    """Return True if a graph without modules is worth planning: the text of its lazy IR has a matmul or a
+    convolution.
+    """
 
     text = xlac()._get_xla_tensors_text(list(roots))
     return any(f"aten::{op}" in text for op in ("mm", "bmm", "addmm", "einsum", "convolution", "matmul"))

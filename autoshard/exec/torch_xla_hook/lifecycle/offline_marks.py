@@ -10,9 +10,11 @@ from autoshard.exec.torch_xla_hook.values.live_marks import mark
 def move_marked(model: Any, shardings: Mapping[str, Any]) -> None:
     """Move a module's parameters and buffers to the XLA device, split from the start (in place).
 
+    - `shardings`: `_XLAC.OpSharding`s of parameters by name; all other tensors are replicated.
+
     The `reset_parameters` of each submodule materialises its parameters on the meta device. So the host never stores
-    more than the own parameters of one submodule. `shardings` are `_XLAC.OpSharding`s by name; other tensors are
-    replicated. Raises `UserError` if a submodule on the meta device has no `reset_parameters`.
+    more than the own parameters of one submodule. A tensor that several submodules share stays shared, but parameters
+    become new objects. Raises `UserError` if a submodule on the meta device has no `reset_parameters`.
     """
     import torch
 
@@ -42,7 +44,10 @@ def move_marked(model: Any, shardings: Mapping[str, Any]) -> None:
 
 
 def _materialise(module: Any, name: str) -> None:
-    """Materialise the own parameters of a submodule on the host by its `reset_parameters`."""
+    """Materialise the own parameters of a submodule on the host by its `reset_parameters`.
+
+    `name` is a parameter's, for the message. Raises `UserError` if the submodule has no such method.
+    """
     reset = getattr(module, "reset_parameters", None)
     if reset is None:
         raise UserError(

@@ -23,8 +23,9 @@ PLAN_FILE = "autoshard-plan.json"
 def save_state(state: Mapping[str, Any], folder: str | os.PathLike[str], plan: Plan | None = None) -> None:
     """Save a (nested) state dict of tensors on the XLA devices; every process calls it, and writes its own shards.
 
-    The plan is saved too, so that `load_state` can predict the cost of loading under another plan. By default it is the
-    plan of the last training step that auto-sharding planned.
+    - `folder`: checkpoint's folder, made if it is missing.
+    - `plan`: plan that is saved too, so that `load_state` can predict the cost of loading under another plan. None is
+      the plan of the last training step that auto-sharding planned; without one no plan is saved.
 
     This does the same as `torch.distributed.checkpoint.save` with PyTorch/XLA's planner. A checkpoint of that planner
     alone lacks each tensor of which several devices of one process have the same shard.
@@ -50,8 +51,8 @@ def load_state(
     state of an optimizer has to exist.
 
     Returns the prediction of `predict_reshard`, which is also logged before loading begins. Returns None if the
-    checkpoint's plan or the current one (`plan`; the default is that of `save_state`) is not known. Raises `UserError`
-    for a tensor that the checkpoint lacks, or has in another shape.
+    checkpoint's plan or the current one (`plan`; the default is that of `save_state`) is not known or of another model.
+    Raises `UserError` if there is no checkpoint, and for a tensor that it lacks or has in another shape.
     """
     import torch_xla
     from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -71,7 +72,9 @@ def load_state(
 
 
 def _planned() -> Plan | None:
-    """Return the plan of the last training step that auto-sharding planned; else the last plan of any step."""
+    """Return the plan of the last training step that auto-sharding planned; else the last plan of any step; None
+    without any.
+    """
     made = session()
     plans = [] if made is None else made.plans
     trained = [plan for plan in plans if "optimizer_state" in plan.roles.values()]
@@ -79,7 +82,10 @@ def _planned() -> Plan | None:
 
 
 def _predicted(file: Path, plan: Plan | None) -> StateReshard | None:
-    """Estimate the cost of moving a saved plan's state to this plan; None if a plan is unknown or of another model."""
+    """Estimate the cost of moving the state of the plan in `file` to this plan, and log it.
+
+    Returns None, with a warning in the log if need be, if a plan is unknown or of another model.
+    """
     if plan is None or not file.exists():
         return None
     try:
@@ -97,13 +103,14 @@ def _predicted(file: Path, plan: Plan | None) -> StateReshard | None:
 
 @functools.cache
 def _save_planner() -> type[Any]:
-    """Make the planner's class; the import is deferred, since it needs torch_xla."""
+    """Return the class of the planner that writes each shard once; the import is deferred, since it needs torch_xla."""
     from torch_xla.experimental.distributed_checkpoint import SPMDSavePlanner
 
     class OnceEach(SPMDSavePlanner):
         """Planner that writes a shard once if several devices of this process have it."""
 
         def create_local_plan(self) -> Any:
+            """Return PyTorch/XLA's plan of this process with only the first item of each shard."""
             plan = super().create_local_plan()
             first: dict[Any, Any] = {}
             for item in plan.items:
@@ -114,7 +121,12 @@ def _save_planner() -> type[Any]:
 
 
 def _check(state: Mapping[str, Any], saved: Mapping[str, Any], folder: Any) -> None:
-    """Raise `UserError` for a tensor that the checkpoint lacks, or has in another shape."""
+    """Raise `UserError` for a tensor that the checkpoint lacks, or has in another shape.
+
+    - `state`: state dict, perhaps nested.
+    - `saved`: metadata of the checkpoint by flat name.
+    - `folder`: its place, for the message.
+    """
     from torch_xla.experimental.distributed_checkpoint._helpers import flatten_state_dict
 
     for name, value in flatten_state_dict(dict(state))[0].items():

@@ -22,18 +22,23 @@ _ORDER = "autoshard_order"
 
 
 def pin_regions(pins: Callable[[], Mapping[int, ModulePins]], guard: Guard) -> None:
-    """Pin every region that is compiled from here on. `pins` returns the pins of modules, by the module's `id`."""
+    """Replace PyTorch/XLA's compilation of regions so that every region that is compiled from here on is pinned.
+
+    `pins` returns the pins of modules, by the module's `id`. After a failure of `guard`, regions stay unpinned.
+    """
     bridge: Any = importlib.import_module("torch_xla._dynamo.dynamo_bridge")
     extract_graph, extract_region = bridge.extract_compiled_graph, bridge.extract_graph_helper
 
     @functools.wraps(extract_graph)
     def numbered(graph: Any, args: Any) -> Any:
+        """Assign each op of a graph its number in the order of the script, before the graph is cut into regions."""
         for number, node in enumerate(graph.graph.nodes):
             node.meta[_ORDER] = number
         return extract_graph(graph, args)
 
     @functools.wraps(extract_region)
     def pinned(region: Any, known: Any) -> Any:
+        """Make a region run with its pins, then compile it."""
         with guard:
             if not guard.failed:
                 _in_order(region.graph)
@@ -45,7 +50,7 @@ def pin_regions(pins: Callable[[], Mapping[int, ModulePins]], guard: Guard) -> N
 
 
 def _run(region: Any, pins: Mapping[int, ModulePins], guard: Guard, *args: Any) -> Any:
-    """Run a region with its pins."""
+    """Run a region on `args` with its pins and return its outputs; calls end also after an error."""
     running = _PinnedRun(region, pins, guard)  # its references to the batch end with it
     try:
         return running.run(*args)
@@ -54,7 +59,7 @@ def _run(region: Any, pins: Mapping[int, ModulePins], guard: Guard, *args: Any) 
 
 
 def _in_order(graph: Any) -> None:
-    """Sort a region's ops into the order of the script: pins count the ops of a kind in that order."""
+    """Sort a region's ops, in place, into the order of the script: pins count the ops of a kind in that order."""
     *nodes, output = graph.nodes
     order: dict[Any, int] = {}
     for node in nodes:  # never before its operands: added ops have no number
@@ -76,6 +81,7 @@ class _PinnedRun(torch.fx.Interpreter):
         self._given = _given(region.graph)
 
     def run_node(self, node: Any) -> Any:
+        """Run an op after entering and leaving calls as its metadata says; without metadata the running calls stay."""
         calls = [] if node.op == "output" else _calls_of(node)
         if calls is not None:
             with self._guard:
@@ -83,7 +89,9 @@ class _PinnedRun(torch.fx.Interpreter):
         return super().run_node(node)
 
     def _move(self, calls: list[str]) -> None:
-        """End the calls that the next op does not belong to, and begin the calls whose first op it is."""
+        """End the calls that the next op does not belong to, pin their outputs, and begin the calls whose first op it
+        is.
+        """
         common = len(os.path.commonprefix([self._calls, calls]))
         while len(self._calls) > common:
             call = self._calls[-1]
@@ -104,11 +112,12 @@ class _PinnedRun(torch.fx.Interpreter):
                 self._leave()
 
     def _leave(self) -> None:
+        """End the innermost call and the pins of its module, if it has any."""
         if (pins := self._of(self._calls.pop())) is not None:
             pins.leave()
 
     def _of(self, call: str) -> ModulePins | None:
-        """Return the pins of a call's module, whose `id` dynamo puts into the call's name.
+        """Return the pins of a call's module, whose `id` dynamo puts into the call's name; None if it has none.
 
         In some settings dynamo writes another name; then the call has no pins.
         """
@@ -117,7 +126,9 @@ class _PinnedRun(torch.fx.Interpreter):
 
 
 def _calls_of(node: Any) -> list[str] | None:
-    """Return the module calls that an op belongs to; None if its metadata lacks them."""
+    """Return the names of the module calls that an op belongs to, the outermost first; None for a placeholder or
+    without metadata.
+    """
     stack = node.meta.get("nn_module_stack")
     return None if stack is None or node.op == "placeholder" else list(stack)
 

@@ -44,13 +44,15 @@ class PlannedInputs:
         return xs.ShardingSpec(mesh.mesh, partition(spec)).xla_spec(tensor)
 
     def can_apply(self, tensor: Any) -> bool:
+        """Return True if the tensor is to be split."""
         return self._find(tensor) is not None
 
 
 def inputs_by_shape(inputs: Mapping[str, tuple[tuple[int, ...], Spec]], mesh: LiveMesh) -> PlannedInputs:
-    """Find the spec of each tensor of a nested batch by its shape, since a loader passes tensors without names.
+    """Return placements that find the spec of each tensor of a nested batch by its shape, as loaders pass no names.
 
-    `inputs` are shapes and specs by name. Raises `UserError` if inputs of one shape have several specs.
+    `inputs` are shapes and specs by name. A tensor of another shape is not split. Raises `UserError` if inputs of one
+    shape have several specs.
     """
     known: dict[tuple[int, ...], tuple[str, Spec]] = {}
     for name, (shape, spec) in inputs.items():
@@ -63,6 +65,7 @@ def inputs_by_shape(inputs: Mapping[str, tuple[tuple[int, ...], Spec]], mesh: Li
             )
 
     def find(tensor: Any) -> tuple[Spec, LiveMesh] | None:
+        """Return the spec of the input with the tensor's shape, and the mesh; None for another shape."""
         named = known.get(tuple(tensor.shape))
         return None if named is None else (named[1], mesh)
 
@@ -70,8 +73,10 @@ def inputs_by_shape(inputs: Mapping[str, tuple[tuple[int, ...], Spec]], mesh: Li
 
 
 def watch_moves(made: Any) -> None:
-    """Replace `Tensor.to` and `Module.to`: planned inputs are split when they leave the host; moved modules are
-    awaited.
+    """Replace `Tensor.to` and `Module.to` until the process ends.
+
+    Planned inputs are split when they leave the host, and reads of device tensors are reported to the session `made`.
+    Modules that move to the XLA device are awaited; a module on the meta device stays there until its first call.
     """
     import torch
 
@@ -81,6 +86,7 @@ def watch_moves(made: Any) -> None:
 
     @functools.wraps(to)
     def planned_to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Move a tensor as `Tensor.to` does; read a split one from its shards, and split a planned input."""
         read = tensor
         if tensor.device.type == "xla" and _goes_to_host(*args, **kwargs):
             made.on_read(tensor)
@@ -101,6 +107,7 @@ def watch_moves(made: Any) -> None:
 
     @functools.wraps(module_to)
     def watched_to(module: Any, *args: Any, **kwargs: Any) -> Any:
+        """Move a module as `Module.to` does and await it; return a meta module unmoved if it goes to the XLA device."""
         before = [parameter.device.type for parameter in module.parameters()]
         if "meta" in before and not made.guard.failed:
             device, *_ = vars(torch._C)["_nn"]._parse_to(*args, **kwargs)
@@ -117,7 +124,10 @@ def watch_moves(made: Any) -> None:
 
 
 def _goes_to_host(first: Any = None, *_: Any, device: Any = None, other: Any = None, **__: Any) -> bool:
-    """Return True if `Tensor.to` with these arguments moves to the host. A tensor argument stands for its device."""
+    """Return True if `Tensor.to` with these arguments moves to the host; False if they name no device.
+
+    A tensor argument stands for its device.
+    """
     import torch
 
     target = next((each for each in (first, device, other) if each is not None), None)
@@ -126,22 +136,24 @@ def _goes_to_host(first: Any = None, *_: Any, device: Any = None, other: Any = N
 
 
 GROUP_VARIABLE = "XLA_AUTO_USE_GROUP_SHARDING"
+"""Environment variable: 1 to split inputs in the planned run, 0 one by one."""
 
 _ANSWERS = {"1": True, "true": True, "0": False, "false": False}
+"""Text of a yes-or-no variable -> its answer."""
 
 
 def group_here() -> bool | None:
-    """Return the answer of `XLA_AUTO_USE_GROUP_SHARDING`: True to split inputs in a group; None if it is empty.
+    """Return the answer of `XLA_AUTO_USE_GROUP_SHARDING`: True to split inputs in a group, False one by one.
 
-    Raises `UserError` for a value that is no answer.
+    None if it is empty or not set. Raises `UserError` for a value that is no answer.
     """
     return answer_here(GROUP_VARIABLE, "to split parameters in a group", "one by one")
 
 
 def answer_here(variable: str, yes: str, no: str) -> bool | None:
-    """Read a yes-or-no environment variable; None if it is empty. `yes` and `no` describe 1 and 0 in the error.
+    """Read a yes-or-no environment variable: `1` or `true`, `0` or `false`; None if it is empty or not set.
 
-    Raises `UserError` for a value that is no answer.
+    `yes` and `no` describe 1 and 0 in the error. Raises `UserError` for a value that is no answer.
     """
     text = os.environ.get(variable, "").strip().lower()
     if text and text not in _ANSWERS:
@@ -150,7 +162,7 @@ def answer_here(variable: str, yes: str, no: str) -> bool | None:
 
 
 def fits_whole(capture: Capture, decision: Decision) -> bool:
-    """Return True if a device has room for the whole inputs that will be split, in addition to the plan's peak."""
+    """Return True if the memory limit has room for the whole inputs that get a spec, in addition to the plan's peak."""
     input_bytes = sum(
         value.numel() * value.element_size()
         for value, spec in zip(capture.inputs, decision.specs, strict=True)
@@ -164,6 +176,9 @@ def split_inputs(
 ) -> tuple[list[Any], list[Any]]:
     """Split the graph's inputs as decided. Return them, and the user's tensors that the planned run must compute.
 
+    - `capture`: the captured graph and its inputs.
+    - `decision`: specs by argument; None leaves an input as it is.
+    - `mesh`: mesh of the specs.
     - `group`: if True, the run of the graph splits the inputs; else each is split on its own.
     - `shared`: identities of the storages that several tensors share.
 
@@ -196,7 +211,11 @@ def _still_held(capture: Capture) -> dict[int, Any]:
 
 
 def _split(value: Any, spec: Spec | None, mesh: LiveMesh, group: bool) -> Any:
-    """Split device data by a spec; return the data unchanged if the spec is None."""
+    """Split device data by a spec; return the data unchanged if the spec is None or its split already.
+
+    With `group` the result is a pending copy with the sharding; else the data itself is marked, in place of an earlier
+    mark.
+    """
     text = sharding_text(value)
     if spec is None or (text and mesh.read(text, value.dim()) == spec):  # one spec has several HLO strings
         return value
@@ -209,7 +228,7 @@ def _split(value: Any, spec: Spec | None, mesh: LiveMesh, group: bool) -> Any:
 
 
 def planned_proto(capture: Capture, plan: Plan, mesh: LiveMesh) -> bytes:
-    """Serialise the captured module as HLO, with the plan's pins as GSPMD custom calls."""
+    """Serialise the captured module as an HLO proto, with the plan's pins as GSPMD custom calls."""
     module = mlir.parse_module(capture.program.module)
     mlir.insert_pins(module, "mesh", plan.mesh, plan.pins)
     mlir.guard_indexing(module)
@@ -218,7 +237,7 @@ def planned_proto(capture: Capture, plan: Plan, mesh: LiveMesh) -> bytes:
 
 
 def replay(proto: bytes, inputs: Sequence[Any]) -> list[Any]:
-    """Run the computation on these inputs lazily; return one pending tensor for each result."""
+    """Run an HLO proto on these inputs lazily, as one op; return one pending tensor for each result."""
     import torch_xla.core.xla_builder as xb
 
     computation = xb.computation_from_module_proto("autoshard_step", proto)

@@ -27,6 +27,7 @@ class LaterMarks:
         self.state: Any = WeakIdKeyDictionary()
         """The sharding of each parameter, buffer and tensor of optimizer state."""
         self.specs: Any = WeakIdKeyDictionary()
+        """The spec of each such tensor."""
         self.trained: Any = WeakIdKeyDictionary()
         """Tensors among them that a plan of a training step has split; this split is final."""
         self.batches: dict[tuple[Any, ...], tuple[Spec, LiveMesh]] = {}
@@ -40,6 +41,7 @@ class LaterMarks:
         self._pinned: Any = WeakIdKeyDictionary()
         """The pins on the outputs of each module."""
         self.now = CurrentPlan()
+        """Current plan and step, which all pins share."""
         self.pins: list[frozenset[tuple[str, tuple[int, ...]]]] = []
         """Sharding strings and shapes of the pinned values, by plan number."""
         self._guard = guard
@@ -48,8 +50,8 @@ class LaterMarks:
         """Return the specs, by argument number, that an earlier plan gave to the same tensors; they are split so
         already.
 
-        A batch array also keeps its earlier spec if one of these modules was planned before. The steps of that plan
-        expect data of no other spec.
+        A batch array also keeps its earlier spec if it is split already, or if one of these modules was planned before.
+        The steps of that plan expect data of no other spec.
         """
         again = any(CallHook.on(module) for module in modules)
         specs = {}
@@ -63,7 +65,9 @@ class LaterMarks:
         return specs
 
     def moves(self, capture: Capture, decision: Decision) -> bool:
-        """Return True if a decision gives any tensor another spec than an earlier plan."""
+        """Return True if a decision gives any tensor another spec than an earlier plan; tensors without one do not
+        count.
+        """
         return any(
             tensor is not None and spec is not None and self.specs.get(tensor, spec) != spec
             for tensor, spec in zip(capture.tensors, decision.specs, strict=True)
@@ -74,6 +78,7 @@ class LaterMarks:
 
         - `capture`: the captured graph and its tensors.
         - `decision`: the plan of the graph, with specs by argument.
+        - `mesh`: mesh of the plan.
         - `pins`: places in the script and in the graph of the recorded values.
         - `watch`: the watcher of the step, with its modules and optimizers.
 
@@ -120,7 +125,9 @@ class LaterMarks:
         return {id(module): pins for module, pins in self._pinned.items()}
 
     def waiting_pins(self) -> frozenset[tuple[str, tuple[int, ...]]]:
-        """Return sharding strings and shapes of the pins in the pending graph."""
+        """Return sharding strings and shapes of the pins in the pending graph, of all plans that pinned values in this
+        step.
+        """
         return frozenset().union(*(self.pins[plan] for plan in self.now.pinned))
 
     def keep(self, tensor: Any, spec: Spec, mesh: LiveMesh, trains: bool) -> None:
@@ -133,7 +140,9 @@ class LaterMarks:
     def hook_calls(
         self, modules: Iterable[Any], on_call: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
     ) -> None:
-        """Call `on_call` before each call of these modules."""
+        """Call `on_call` before each call of these modules, once for each module, and make compiled ones train
+        lazily.
+        """
 
         for module in modules:
             if not CallHook.on(module):
@@ -141,7 +150,7 @@ class LaterMarks:
                 train_lazily(module)
 
     def mark_batch(self, named: Iterable[tuple[str, Any]]) -> None:
-        """Split the planned inputs among these tensors."""
+        """Split the planned inputs among these named tensors (`mark_input`)."""
         for _, tensor in named:
             self.mark_input(tensor)
 
@@ -151,14 +160,17 @@ class LaterMarks:
         return planned if planned is not None and planned[0].axes else None
 
     def mark_input(self, tensor: Any) -> None:
-        """Split an input as planned, unless it is split already or needs a gradient."""
+        """Mark an input on the XLA device with its planned spec, unless it is split already or needs a gradient."""
         planned = self.batch_spec(tensor)
         if planned is not None and on_xla(tensor) and not tensor.requires_grad and not is_split(sharding_text(tensor)):
             spec, mesh = planned
             mark(tensor, mesh.sharding(spec))
 
     def mark_state(self) -> None:
-        """Mark updated state with its planned spec: propagation alone may split a graph's results in another way."""
+        """Mark updated state with its planned spec: propagation alone may split a graph's results in another way.
+
+        Only pending tensors are marked. New optimizer state of a parameter's shape adopts that parameter's spec.
+        """
         for optimizer, before in list(self._optimizers.items()):
             identity = _held(optimizer)
             if identity == before:
@@ -179,6 +191,7 @@ class LaterMarks:
                 mark(tensor, sharding)
 
     def _hold(self, tensor: Any, sharding: Any) -> None:
+        """Remember the ready-made sharding of a state tensor."""
         self.state[tensor] = sharding
         self.forget_list()
 
@@ -188,7 +201,7 @@ class LaterMarks:
 
 
 def _held(optimizer: Any) -> int:
-    """Hash the identities of an optimizer's state tensors; every step calls this to notice new tensors."""
+    """Return a hash of the identities of an optimizer's state tensors; every step calls this to notice new tensors."""
     return hash(tuple(id(value) for state in optimizer.state.values() for value in state.values()))
 
 
@@ -197,6 +210,6 @@ _SMALL = 0.01
 
 
 def _is_small(value: Any, plan: Plan) -> bool:
-    """Return True if sending the whole input to all devices costs at most `_SMALL` of a step."""
+    """Return True if sending the whole input from the host to all devices costs at most `_SMALL` of the plan's step."""
     seconds = Compute(Topology.parse(plan.topology)).host_seconds(value.numel() * value.element_size())
     return float(seconds) <= _SMALL * plan.prediction.step_time_s

@@ -17,18 +17,26 @@ class OpPins:
 
     def __init__(self) -> None:
         self._pins: dict[tuple[str, int, str], list[tuple[int, tuple[int, ...], Sequence[Any]]]] = {}
+        """(Kind, turn, `operand` or `result`) -> number, shape and shardings of each pinned value."""
         self.kinds: set[str] = set()
+        """Kinds of whole ops that have pins."""
 
     def __bool__(self) -> bool:
+        """Return True if there are pins."""
         return bool(self._pins)
 
     def add(self, op: LazyOp, place: Place, shape: tuple[int, ...], shardings: Sequence[Any]) -> None:
-        """Add the shardings of an operand or a result of an op."""
+        """Add the shardings, to be applied in order, of an operand or a result of an op; `place` has its number."""
         self.kinds.add(whole_kind(op.kind))
         self._pins.setdefault((op.kind, op.turn, place.what), []).append((place.number, shape, shardings))
 
     def of(self, kind: str, turn: int, what: str, values: Sequence[Any]) -> Iterator[tuple[int, Any, Sequence[Any]]]:
-        """Yield number, value and shardings of the pinned values; a value of another shape is not the pinned one."""
+        """Yield number, value and shardings of the pinned values among an op's operands or results.
+
+        - `kind`, `turn`: kind of the op, and number of earlier ops of that kind.
+        - `what`: `operand` or `result`.
+        - `values`: operands or results; a value of another shape is not the pinned one.
+        """
         for number, shape, shardings in self._pins.get((kind, turn, what), ()):
             if number < len(values) and getattr(values[number], "shape", None) == shape:
                 yield number, values[number], shardings
@@ -45,10 +53,12 @@ class PinnedOps(OpObserver):
         """Annotated copies of operands, by the identities of the value and its shardings."""
 
     def __exit__(self, *error: object) -> None:
+        """Stop observing, and drop the annotated copies."""
         super().__exit__(*error)
         self._given.clear()
 
     def before(self, kind: str, turn: int, operands: Sequence[Any]) -> Sequence[Any]:
+        """Return the operands, with annotated copies in place of the pinned ones."""
         given = list(operands)
         with self._guard:
             for number, value, shardings in self._pins.of(kind, turn, "operand", operands):
@@ -64,7 +74,8 @@ class PinnedOps(OpObserver):
         """Return one annotated copy for all ops that read a value in the same shardings: XLA would reshard once per
         copy.
 
-        Tensors below functionalisation do not change, so the copy stays valid.
+        Tensors below functionalisation do not change, so the copy stays valid. Without functionalisation every call
+        makes a new copy.
         """
         if not is_wrapped():
             return annotated(value, shardings)
@@ -74,6 +85,7 @@ class PinnedOps(OpObserver):
         return self._given[key][1]
 
     def after(self, kind: str, turn: int, results: Sequence[Any]) -> None:
+        """Apply the shardings of the pinned results, in place."""
         with self._guard:
             for _, value, shardings in self._pins.of(kind, turn, "result", results):
                 constrain(value, shardings)
@@ -85,8 +97,11 @@ class CallPins:
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
         self._given: dict[tuple[str, int, tuple[int, ...]], Sequence[Any]] = {}
+        """(`output` or `gradient`, number, shape) -> shardings of a module's output."""
         self._nodes: dict[int, OpPins] = {}
+        """Number of a node of the backward pass -> the pins on its ops."""
         self.ops = OpPins()
+        """Pins on the ops of the forward call."""
 
     def add(self, place: Place, shape: tuple[int, ...], shardings: Sequence[Any]) -> None:
         """Add the shardings of a module output, of its gradient, or of an op's operand or result."""
@@ -97,7 +112,10 @@ class CallPins:
             ops.add(place.op, place, shape, shardings)
 
     def apply(self, inputs: Any, output: Any) -> None:
-        """Pin the outputs of a call, and the operands and results of its backward pass.
+        """Pin the outputs of a call, their gradients, and the operands and results of its backward pass.
+
+        - `inputs`: positional and keyword arguments of the call.
+        - `output`: its output, constrained in place; an output of another shape has no pin.
 
         Values that are computed already, as by a compiled module, are not moved.
         """
@@ -117,6 +135,7 @@ class CallPins:
                     PinnedOps(self._nodes[number], self._guard).around(node)
 
     def _constrain(self, gradient: Any, shardings: Sequence[Any]) -> None:
+        """Apply shardings to a gradient in place, as a hook."""
         with self._guard:
             constrain(gradient, shardings)
 
@@ -128,6 +147,7 @@ class CurrentPlan:
         self.plan: int | None = None
         """Number of the plan; None while a step is watched, or if the step could not be planned."""
         self.step = 0
+        """Number of the step, from 0."""
         self.pinned: set[int] = set()
         """Plans whose pins are in the pending graph."""
 
@@ -136,13 +156,17 @@ class ModulePins:
     """Hooks that pin the values of one module's calls in turn, for each plan that includes the module."""
 
     def __init__(self, module: Any, now: CurrentPlan, guard: Guard) -> None:
+        """Register the hook that pins outputs on the module; `now` is the current plan of all modules."""
         self._now = now
         self._guard = guard
         self._plans: dict[int, list[CallPins]] = {}
+        """Number of a plan -> the pins of the module's calls in a step, in order."""
         self._counted: tuple[int | None, int] = (None, 0)
         """Plan and step whose calls `_number` counts."""
         self._number = 0
+        """Number of calls that have ended in the current step."""
         self._running: list[PinnedOps | None] = []
+        """Observers of the running calls, the innermost last; None for calls without pins on ops."""
         self._watches_ops = False
         module.register_forward_hook(ModuleHook(self._give, guard), with_kwargs=True)
 
@@ -165,7 +189,10 @@ class ModulePins:
             CallHook.to_front(module)
 
     def _pins(self) -> CallPins | None:
-        """Return the pins of the call that runs now."""
+        """Return the pins of the call that runs now; None if no plan is active or it has none for this module.
+
+        Calls beyond those of the planned step begin again with the first.
+        """
         now = self._now
         calls = None if now.plan is None else self._plans.get(now.plan)
         if not calls:
@@ -190,7 +217,7 @@ class ModulePins:
             running.__exit__(None, None, None)
 
     def give(self, inputs: Any, output: Any) -> None:
-        """Pin the outputs of a call that has ended."""
+        """Pin the outputs of a call that has ended, and count the call."""
         pins = self._pins()
         self._number += 1
         if pins is not None and self._now.plan is not None:
@@ -198,10 +225,13 @@ class ModulePins:
             pins.apply(inputs, output)
 
     def _enter(self, module: Any, args: Any) -> None:
+        """Call `enter`, as a forward pre-hook."""
         self.enter()
 
     def _leave(self, module: Any, args: Any, output: Any) -> None:
+        """Call `leave`, as a forward hook."""
         self.leave()
 
     def _give(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Call `give`, as a forward hook."""
         self.give((args, kwargs), output)

@@ -29,6 +29,7 @@ class Pins:
     it.
     """
     flow: Flow
+    """Flow of values between the graph's ops."""
 
     def of(self, plan: Plan) -> Pinned:
         """Return the specs that a plan pins the values to; values that are left to propagation are omitted.
@@ -49,6 +50,7 @@ class _Choice:
         self.planned = PlannedSpecs(plan)
         self.made = self.planned.made
         self.every = [(call, shape, place) for call, shape, place in pins.values if place is not None]
+        """Recorded values that the graph computes: place in the script, shape, and place in the graph."""
         self.given = [place for call, _, place in self.every if call.op is None]
         """Places in the graph of module outputs and their gradients."""
         self.made |= self._following()
@@ -59,7 +61,12 @@ class _Choice:
         self.moved = {call.op for call, _, place in self.every if call.what == "result" and self._is_moved(place)}
 
     def pins(self) -> Pinned:
-        """Return the specs of all pinned values, by place and shape."""
+        """Return the specs of all pinned values, by place and shape.
+
+        Module outputs and gradients are pinned in their planned spec. So are values that change their spec, and
+        operands that an op reads in another spec. The values of ops whose split propagation would not find are pinned
+        too.
+        """
         viewed = self._viewed()
         fully_pinned = {
             call.op
@@ -109,6 +116,7 @@ class _Choice:
         return pins
 
     def _last(self, value: Value) -> tuple[Spec, ...]:
+        """Return the last spec that a value is pinned to, as a tuple of one; empty without a pin."""
         return self.made.get(value, ())[-1:]
 
     def _is_moved(self, value: Value) -> bool:
@@ -116,8 +124,10 @@ class _Choice:
         return len(self.made.get(value, ())) > 1
 
     def _following(self) -> dict[Value, tuple[Spec, ...]]:
-        """Return the specs of module outputs without a planned spec: those of the values that they are elementwise
-        functions of.
+        """Return the specs of module outputs without a planned spec, and of such gradients.
+
+        They are those of the nearest planned values that the outputs are elementwise functions of; outputs without such
+        are left out.
         """
         inherited: dict[Value, tuple[Spec, ...]] = {}
         for value in self.given:
@@ -147,10 +157,13 @@ class _Choice:
         }
 
     def _handed(self, value: Value, shape: tuple[int, ...], ops: Collection[int]) -> set[tuple[Spec, ...]]:
-        """Return the specs that some ops require of a value, other than its own spec.
+        """Return the specs, each as a path, that some ops require of a value, other than its own spec.
+
+        - `shape`: shape of the value.
+        - `ops`: numbers of the graph's ops to consider.
 
         The plan states such a spec, or it follows from the result of a broadcast of the value. For arguments it can
-        also follow from the result of a view of them.
+        also follow from the result of a view of them. Stated specs take priority.
         """
         own = self.planned.specs_of(value)[-1:]
         spread, viewed = set(), set()
@@ -167,7 +180,7 @@ class _Choice:
         return self.planned.handed_to(value, ops) or (spread | viewed) - {own}
 
     def _loose(self, turning: Collection[LazyOp | None]) -> set[tuple[LazyOp | None, Value]]:
-        """Return operands, by op, that need a pin of their own.
+        """Return operands, by op, that need a pin of their own, among the ops `turning`.
 
         Their spec does not follow from pinned module outputs, or propagation may bring axes from the op's result to
         them.
@@ -212,7 +225,10 @@ class _Choice:
         return {op for op, numbers in self.inside.items() if op is not None and numbers & known}
 
     def _inside(self) -> dict[LazyOp | None, set[int]]:
-        """Return the numbers of the graph's ops that each op of the script lowers to."""
+        """Return the numbers of the graph's ops that each op of the script lowers to, by op.
+
+        An op whose result is one of its operands lowers to none.
+        """
         known = {place for _, _, place in self.every}
         operands = {(call.op, place) for call, _, place in self.every if call.what == "operand"}
         inside: dict[LazyOp | None, set[int]] = {}
@@ -223,7 +239,7 @@ class _Choice:
         return inside
 
     def _viewed(self) -> set[Value]:
-        """Return values that an unobserved op passes on in other axes."""
+        """Return values that an unobserved op, such as a view, passes on in other axes."""
         observed = self._observed_ops()
         return {
             value
@@ -233,7 +249,7 @@ class _Choice:
         }
 
     def _views_of(self, values: Iterable[Value]) -> set[Value]:
-        """Return the results of views on these values, and of views on those; none of them has a pin of its own."""
+        """Return the results of views on these values, and of views on those; the values themselves are left out."""
         queue, views = list(values), set[Value]()
         for value in queue:  # grows as it is walked
             for op in self.flow.users.get(value, ()):
@@ -259,13 +275,17 @@ class _Choice:
         return set().union(*self.inside.values())
 
     def _splits_anew(self, op: int, value: Value | None) -> bool:
-        """Return True if an op's result is split over other axes than its operand."""
+        """Return True if an op's result is split over other axes than its operand; False if either has no pinned
+        spec.
+        """
         if value is None or value not in self.made or (op, 0) not in self.made:
             return False
         return not is_split_alike(self.flow, op, self.made[value][-1], self.made[op, 0][0])
 
     def _begun(self, op: LazyOp | None, result: Value) -> tuple[Spec, ...]:
-        """Return the first spec of a result that an op computes in one spec and delivers in another; else empty."""
+        """Return the first spec of a result that an op computes in one spec and delivers in another, as a tuple of one;
+        else empty.
+        """
         if result not in self.made:
             return ()
         first = {self.made[value][0] for value in self.flow.unchanged(self.inside[op], result) if value in self.made}
@@ -273,7 +293,9 @@ class _Choice:
         return tuple(first) if len(first) == 1 else ()
 
     def _once(self, found: Pinned) -> Pinned:
-        """Remove pins on ops that repeat the pin on their module's output, or on the gradient of that output."""
+        """Return the pins without those on ops that repeat the pin on their module's output, or on the gradient of that
+        output.
+        """
         given = {(*call[:2], place): found.get((call, shape)) for call, shape, place in self.every if call.op is None}
         again = {
             (call, shape)

@@ -34,7 +34,11 @@ class Decision:
 
 
 def best_mesh(capture: Capture, topology: str) -> dict[str, int]:
-    """Search all meshes that the devices can form; return the one with the fastest plan of a captured graph."""
+    """Search all meshes that the devices can form; return the axes and sizes of the one with the fastest plan.
+
+    `capture` is the graph to plan, and `topology` the name of the devices' topology. Raises `UserError` if no plan
+    fits.
+    """
     options = Options(topology=topology, mesh="auto", refine_axes=False, memory_limit=memory_limit_here())
     return make_plan(capture.program, options).plan.mesh
 
@@ -42,6 +46,8 @@ def best_mesh(capture: Capture, topology: str) -> dict[str, int]:
 def decide(capture: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, Spec], free: bool = False) -> Decision:
     """Plan a captured graph.
 
+    - `topology`: name of the devices' topology.
+    - `mesh`: mesh to plan for.
     - `fixed`: specs by argument number that an earlier plan or an earlier step gave.
     - `free`: if True, arguments that are split for another reason may change their spec.
 
@@ -49,7 +55,11 @@ def decide(capture: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, 
     propagation; they keep it where a plan with it exists. The plan that splits nothing can be the fastest, as for small
     steps on CPU devices. Then the fastest baseline that splits something is chosen, since the user asked for a split.
     Batch arrays of one shape and dtype get one spec, since nothing distinguishes such batches when they are moved
-    later. Raises `UserError` if no plan satisfies the marks.
+    later.
+
+    If the plan needs manual regions of convolutions, only the batch is split. With grouped convolutions and several
+    axes the batch is split over all axes or none. Notes tell of these decisions. Raises `UserError` if no plan
+    satisfies the marks.
     """
     arguments = capture.program.arguments
     pins: dict[str, Spec] = {arguments[number].name: spec for number, spec in fixed.items()}
@@ -67,13 +77,16 @@ def decide(capture: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, 
     limit = memory_limit_here()
 
     def make() -> tuple[Plan, tuple[str, ...]]:
-        """Return a plan, and the sentences that describe how the plan was chosen."""
+        """Return a plan without regions of ffts, and the sentences that describe how the plan was chosen (`choose`)."""
         plan, explanation = choose()
         return _without_ffts(capture, plan), explanation
 
     def choose() -> tuple[Plan, tuple[str, ...]]:
-        # Splits that merely follow from earlier plans give way to an explicit restriction of the axes.
-        """Plan under the current pins; choose a baseline that splits something if the plan splits nothing."""
+        """Return the plan under the current pins, or a baseline that splits something if that splits nothing.
+
+        With it comes a sentence if the baseline is slower than the plan; else none. Splits that merely follow from
+        earlier plans give way to an explicit restriction of the axes.
+        """
         asked = read_asked((loose if not axis_only else {}) | pins, axis_only=axis_only)
         options = Options(topology=topology, mesh=mesh.sizes, asked=asked, refine_axes=False, memory_limit=limit)
         made = make_plan(capture.program, options)
@@ -132,9 +145,10 @@ def decide(capture: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, 
 
 
 def _followed(capture: Capture, mesh: LiveMesh, fixed: Mapping[int, Spec]) -> dict[str, Spec]:
-    """Return the specs of arguments that are split, but neither by the user nor by an earlier plan.
+    """Return the specs, by name, of arguments that are split, but neither by the user nor by an earlier plan.
 
-    Propagation split these arguments, since they are computed from split tensors.
+    Propagation split these arguments, since they are computed from split tensors. Splits that the mesh cannot express
+    are left out.
     """
     arguments, specs = capture.program.arguments, {}
     for number, text in capture.split.items():
@@ -145,14 +159,15 @@ def _followed(capture: Capture, mesh: LiveMesh, fixed: Mapping[int, Spec]) -> di
 
 
 def splits(plan: Plan) -> bool:
-    """Return True if the plan splits any argument."""
+    """Return True if the plan splits any argument; pins on values inside the step do not count."""
     return any(spec.shards(plan.mesh) > 1 for spec in plan.arguments.values())
 
 
 def _holds(capture: Capture, plan: Plan, pins: Mapping[str, Spec], batch_only: bool) -> bool:
-    """Return True if a baseline satisfies the pins, and with `batch_only` splits no dim but that of the batch.
+    """Return True if a baseline satisfies the pins, and with `batch_only` splits no argument but in the first dim of
+    batch arrays.
 
-    Baselines are built without regard to the pins.
+    Baselines are built without regard to the pins (specs by argument name).
     """
     if any(plan.arguments[name] != spec for name, spec in pins.items()):
         return False
@@ -177,7 +192,7 @@ _WRONG = "PyTorch/XLA gives wrong gradients of convolutions of groups where an a
 
 
 def _all_or_nothing(capture: Capture, mesh: LiveMesh) -> tuple[dict[str, Spec], str]:
-    """Return specs for all batch arrays, and the sentence that explains them.
+    """Return specs for all batch arrays, by name, and the sentence that explains them.
 
     Every array is split over all axes along its first dim. If one array does not divide, all arrays stay whole. A split
     over only the axes that divide would leave other axes idle, where PyTorch/XLA computes wrong gradients. Evidence:
@@ -210,18 +225,20 @@ def _idle_marks(capture: Capture, mesh: LiveMesh, pins: Mapping[str, Spec]) -> l
 
 
 def _batch(capture: Capture) -> list[Argument]:
+    """Return the batch arguments that are no scalars."""
     return [a for a in capture.program.arguments if a.role is Role.BATCH and a.shape]
 
 
 def _axes(mesh: LiveMesh) -> tuple[str, ...]:
-    """Return the axes of more than one device."""
+    """Return the axes of more than one device, in the mesh's order."""
     return tuple(axis for axis, size in mesh.sizes.items() if size > 1)
 
 
 def _agreed(capture: Capture, plan: Plan, pins: Mapping[str, Spec]) -> dict[str, Spec]:
     """Choose one spec for batch arrays of one shape and dtype that the plan splits in several ways.
 
-    The spec is the one that the script marks some of these arrays with, else the one with the most shards.
+    The spec is the one that the script marks some of these arrays with, else the one with the most shards. Returns it
+    by name for the arrays without a spec in `pins`; empty if all agree.
     """
     alike: dict[tuple[tuple[int, ...], str], list[str]] = {}
     for argument in capture.program.arguments:

@@ -1,4 +1,4 @@
-"""Decisions cached on disk: a process that traces a step which is planned already plans nothing.
+"""Cache of planning decisions on disk: a process that traces an already planned step reads its plan and plans nothing.
 
 A cache key covers the captured program, the splits in it, the topology, the mesh and the specs of an earlier plan. It
 also covers the memory limit, the prices, and the sources and versions of the packages that plan.
@@ -20,15 +20,24 @@ from autoshard.planning import Options, Spec, plan_from_json, plan_to_json, pric
 
 
 _PACKAGES = ("jax", "jaxlib", "torch_xla", "numpy", "scipy", "numba", "ortools", "highspy")
+"""Packages whose versions are part of the key."""
 _ROOMS = ("base", "cost", "exec/torch_xla_hook", "graph", "mlir", "planning", "program", "solver")
 _SOURCES = ("*.py", *(f"{room}/**/*.{kind}" for room in _ROOMS for kind in ("py", "json")))
+"""Globs of autoshard's own files whose contents are part of the key."""
 
 
 def kept_decision(
     capture: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, Spec], free: bool = False
 ) -> Decision:
-    """Return what `decide` returns, from the disk cache if it has an entry; else call `decide` and store its
-    decision.
+    """Return what `decide` returns, from the disk cache if it has a valid entry; else call `decide` and write its
+    decision to the cache.
+
+    - `topology`: name of the topology, such as `v5e:4x4`.
+    - `mesh`: the mesh to plan for; its sizes and device numbers are part of the key.
+    - `fixed`: specs by argument number that an earlier plan or step gave.
+    - `free`: if True, arguments that are split for another reason may change their spec.
+
+    An entry that cannot be parsed is overwritten. Errors of `decide` pass through and nothing is cached.
     """
     here = {
         "mesh": list(mesh.sizes.items()),
@@ -52,8 +61,9 @@ def kept_decision(
 
 
 def cached_mesh(capture: Capture, topology: str) -> dict[str, int]:
-    """Return what `best_mesh` returns, from the disk cache if it has an entry; else call `best_mesh` and store its
-    mesh.
+    """Return what `best_mesh` returns (sizes by axis), from the disk cache if it has an entry.
+
+    Otherwise call `best_mesh` and write its mesh to the cache.
     """
     key = _key(capture, topology, "best mesh")
     entry = _read(key)
@@ -65,10 +75,16 @@ def cached_mesh(capture: Capture, topology: str) -> dict[str, int]:
 
 
 _KIND = "torch-xla"
+"""Kind of these entries in the disk cache: the ending of their files."""
 
 
 def _key(capture: Capture, topology: str, here: Any) -> str | None:
-    """Hash all inputs of a decision into a cache key; None if rules were registered, since no file of ours has them."""
+    """Hash all inputs of a decision into a cache key; None if a user registered call rules, which no file of ours
+    contains.
+
+    `here` is the JSON value that tells decisions of one program and topology apart. None disables both `_read` and
+    `_write`.
+    """
     if registrations():
         return None
     program = capture.program
@@ -84,7 +100,7 @@ def _key(capture: Capture, topology: str, here: Any) -> str | None:
 
 
 def _read(key: str | None) -> Any:
-    """Return the JSON value of a cache entry; None if there is none."""
+    """Return the JSON value of a cache entry; None if `key` is None, or if the entry is absent or no JSON."""
     body = None if key is None else read_entry(_KIND, key)
     try:
         return None if body is None else json.loads(body)
@@ -93,5 +109,6 @@ def _read(key: str | None) -> Any:
 
 
 def _write(key: str | None, made: Any) -> None:
+    """Write a JSON value to the disk cache; do nothing if `key` is None."""
     if key is not None:
         write_entry(_KIND, key, json.dumps(made).encode())

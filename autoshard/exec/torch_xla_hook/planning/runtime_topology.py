@@ -19,9 +19,10 @@ LIMIT_VARIABLE = "AUTOSHARD_MEMORY_LIMIT"
 
 
 def topology_here() -> str:
-    """Return the name of the topology that PyTorch/XLA's devices form, such as `cpu:8` or `v5e:4x4`.
+    """Return the name of the topology that PyTorch/XLA's devices of all hosts form, such as `cpu:8` or `v5e:4x4`.
 
-    `AUTOSHARD_TOPOLOGY` overrides it. Raises `UserError` for devices that are not known.
+    `AUTOSHARD_TOPOLOGY`, if not empty, is returned unchecked. Raises `UserError` for devices other than CPUs and TPUs,
+    and for unknown TPUs.
     """
     import torch_xla.runtime as xr
 
@@ -41,7 +42,9 @@ def topology_here() -> str:
 def tpu_topology(kind: str, attributes: list[dict[str, Any]]) -> str:
     """Name the topology of TPUs of a kind (`TPU v5 lite`) from their coordinates and slices, such as `v5e:4x4*2`.
 
-    Raises `UserError` for a kind that is not known.
+    `attributes` are the runtime's records of all devices, with `coords` and perhaps `slice_index` (default 0). The
+    shape is the bounding box of the slice of least index, and all slices count as equal. Raises `UserError` for an
+    unknown kind.
     """
     chip = chip_of_kind(kind)
     if chip is None:
@@ -54,15 +57,15 @@ def tpu_topology(kind: str, attributes: list[dict[str, Any]]) -> str:
 
 
 def _device_kind() -> str:
-
+    """Return the runtime's name of the kind of the default device, such as `TPU v5 lite`."""
     return xlac()._xla_device_kind(xlac()._xla_get_default_device())
 
 
 def mesh_here() -> dict[str, int] | None:
-    """Return the mesh that `XLA_AUTO_SPMD_MESH` names; None for `auto`.
+    """Return the sizes by axis that `XLA_AUTO_SPMD_MESH` gives; None for `auto`, in any case of letters.
 
-    If the variable is empty, all devices form the first of two axes. Raises `UserError` if the product of the sizes is
-    not the number of devices.
+    If the variable is empty, all devices form `data`, and `model` has size 1. Raises `UserError` if the text is no
+    mesh, or if the product of the sizes is not the number of devices.
     """
     import torch_xla.runtime as xr
 
@@ -83,9 +86,10 @@ def mesh_here() -> dict[str, int] | None:
 
 
 def memory_limit_here() -> int | None:
-    """Return the bytes of one device that `AUTOSHARD_MEMORY_LIMIT` (GiB) allows; None if the variable is empty.
+    """Return the bytes of one device that `AUTOSHARD_MEMORY_LIMIT` (GiB, fractions allowed) allows; None if it is
+    empty.
 
-    Raises `UserError` if the value is no number above 0.
+    Raises `UserError` if the value is no number, or not between 1 byte and 2**62 bytes.
     """
     text = os.environ.get(LIMIT_VARIABLE, "").strip()
     if not text:
@@ -100,7 +104,10 @@ def memory_limit_here() -> int | None:
 
 
 def live_mesh(topology: str, mesh: Mapping[str, int]) -> LiveMesh:
-    """Make the mesh of a plan for `topology` over the devices that the runtime has."""
+    """Return the mesh of sizes `mesh` for `topology`, over the runtime's devices in the order that a plan would use.
+
+    Raises `UserError` as `xla_devices` does.
+    """
     order = make_mesh(Topology.parse(topology), mesh).device_order
     return LiveMesh(mesh, xla_devices(topology, order))
 
@@ -108,8 +115,9 @@ def live_mesh(topology: str, mesh: Mapping[str, int]) -> LiveMesh:
 def xla_devices(topology: str, device_order: Sequence[int]) -> tuple[int, ...]:
     """Return PyTorch/XLA's numbers of a plan's devices, row-major over its mesh.
 
-    A plan numbers devices by their place in its topology; TPUs are found by slice and coordinates. Raises `UserError`
-    if the devices of the runtime are not those of the topology.
+    `device_order` has the plan's numbers: a device's place in its topology. TPUs are found by slice and coordinates.
+    Without a torus or without coordinates both numberings are the same. Raises `UserError` if the runtime has another
+    number of devices.
     """
     import torch_xla.runtime as xr
 
@@ -129,7 +137,12 @@ def xla_devices(topology: str, device_order: Sequence[int]) -> tuple[int, ...]:
 def numbers_by_coordinates(
     topology: Topology, device_order: Sequence[int], attributes: Sequence[Mapping[str, Any]]
 ) -> tuple[int, ...]:
-    """Return device numbers (`TPU:3` is 3) in a plan's device order, from the attributes that the runtime reports."""
+    """Return the runtime's device numbers in a plan's device order.
+
+    - `topology`: the topology whose places `device_order` numbers.
+    - `attributes`: the runtime's record of each device. Its name ends in the number (`TPU:3` is 3); it has `coords`,
+      and perhaps `slice_index` and `core_on_chip` (default 0).
+    """
     pool = [
         SimpleNamespace(
             slice_index=each.get("slice_index", 0),

@@ -1,4 +1,4 @@
-"""Kernels on the XLA device that replace PyTorch/XLA's."""
+"""Kernels of `aten` ops on the XLA device that replace PyTorch/XLA's, so that XLA sees ops that it can shard."""
 
 import functools
 import warnings
@@ -7,12 +7,14 @@ from typing import Any
 
 
 _ROUGH = ("torch.bfloat16", "torch.float16")
-"""Types whose sums are computed in float32."""
+"""Dtypes whose sums are computed in float32."""
 
 
 @functools.cache
 def expand_norms() -> None:
-    """Replace PyTorch/XLA's kernels of batch norm until the process ends."""
+    """Replace PyTorch/XLA's kernels of batch norm, forward and backward, until the process ends; later calls do
+    nothing.
+    """
     kernels = {kernel.__name__: kernel for kernel in (native_batch_norm, native_batch_norm_backward)}
     # The overloads that `torch.compile` uses in its regions.
     replace_kernels(
@@ -21,6 +23,7 @@ def expand_norms() -> None:
 
 
 def _without_stats(value: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float) -> Any:
+    """Compute `native_batch_norm` without running statistics."""
     return native_batch_norm(value, weight, bias, None, None, training, momentum, eps)
 
 
@@ -34,14 +37,18 @@ def native_batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[Any, Any, Any]:
-    """Compute `aten::native_batch_norm`: the normed value, and in training the mean and 1 / deviation.
+    """Compute `aten::native_batch_norm`: the normed value, the mean, and the inverse deviation 1 / sqrt(variance +
+    `eps`).
 
-    Mean and deviation are by channel (dim 1). Running statistics are updated in place. Their variance is that of a
-    sample (n - 1), as in PyTorch.
+    In training the statistics are those of this batch, by channel (dim 1), with divisor n. The running statistics, if
+    given, are updated in place, with the variance of a sample (divisor n - 1), as in PyTorch. Outside of training the
+    running statistics norm the value and are returned; they must be given.
 
-    - `value`: input, `[batch, channels, ...]`.
+    - `value`: input, `[batch, channels, ...]`; the normed value has its dtype. bfloat16 and float16 are summed in
+      float32.
     - `weight`, `bias`: scale and shift, `[channels]`, or None.
     - `running_mean`, `running_var`: running statistics, `[channels]`, or None.
+    - `training`: True to compute the statistics from `value`.
     - `momentum`: weight of this batch in the running statistics.
     - `eps`: addend to the variance.
     """
@@ -83,9 +90,16 @@ def native_batch_norm_backward(
 ) -> tuple[Any, Any, Any]:
     """Compute `aten::native_batch_norm_backward`: gradients of value, weight and bias.
 
+    In training the gradient passes through the batch's mean and variance too; otherwise the running statistics are
+    constants.
+
     - `gradient`, `value`: gradient of the output, and the input, `[batch, channels, ...]`.
-    - `save_mean`, `save_inverse`: mean and 1 / deviation that the forward pass returned, `[channels]`.
-    - `wanted`: three booleans; a gradient that is not wanted is None.
+    - `weight`: scale, `[channels]`, or None.
+    - `running_mean`, `running_var`: running statistics, `[channels]`; read only outside of training.
+    - `save_mean`, `save_inverse`: mean and inverse deviation that the forward pass returned, `[channels]`; read in
+      training.
+    - `eps`: addend to the running variance.
+    - `wanted`: three booleans, for value, weight and bias; a gradient that is not wanted is None.
     """
     import torch
 
@@ -108,21 +122,26 @@ def native_batch_norm_backward(
 
 
 def _wide(value: Any) -> Any:
+    """Cast a bfloat16 or float16 tensor to float32; return any other tensor unchanged."""
     return value.float() if str(value.dtype) in _ROUGH else value
 
 
 def _others(value: Any) -> list[int]:
+    """Return all dims of a tensor but the channels' (dim 1)."""
     return [dim for dim in range(value.dim()) if dim != 1]
 
 
 def _spread(row: Any, value: Any) -> Any:
-    """View one number per channel as a tensor that broadcasts with `value`."""
+    """View one number per channel, `[channels]`, as `[1, channels, 1, ...]`, which broadcasts with `value`."""
     return row.view([1, -1, *(1 for _ in range(value.dim() - 2))])
 
 
 @functools.cache
 def lower_to_slices() -> None:
-    """Replace PyTorch/XLA's kernels of split and pad by kernels that slice, until the process ends."""
+    """Replace PyTorch/XLA's kernels of unsafe split and constant pad by kernels that slice, until the process ends.
+
+    Later calls do nothing.
+    """
     import torch
 
     pad = torch.library.get_kernel("aten::constant_pad_nd", "XLA").call_boxed
@@ -137,12 +156,14 @@ def lower_to_slices() -> None:
 
 
 def _split(value: Any, size: int, dim: int = 0) -> list[Any]:
+    """Slice `value` along `dim` into parts of `size` elements, the last possibly shorter; the parts are copies."""
     import torch
 
     return list(torch.ops.aten.split_copy.Tensor(value, size, dim))
 
 
 def _split_with_sizes(value: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
+    """Slice `value` along `dim` into parts of these sizes; the parts are copies."""
     import torch
 
     return list(torch.ops.aten.split_with_sizes_copy.default(value, sizes, dim))
@@ -151,9 +172,12 @@ def _split_with_sizes(value: Any, sizes: Sequence[int], dim: int = 0) -> list[An
 def _pad(pad: Any, value: Any, edges: Sequence[int], fill: Any = 0) -> Any:
     """Slice off the negative edges, then pad by the others.
 
-    - `pad`: PyTorch/XLA's kernel; it is called without negative edges.
+    - `pad`: PyTorch/XLA's kernel; it is called without negative edges, and not if all edges only cut.
+    - `value`: tensor to pad.
     - `edges`: elements to add before and after each dim, from the last dim on; negative to cut.
     - `fill`: value of the added elements.
+
+    Raises `RuntimeError` if the cuts of a dim exceed its size.
     """
     import torch
 
@@ -170,12 +194,14 @@ def _pad(pad: Any, value: Any, edges: Sequence[int], fill: Any = 0) -> Any:
 
 
 _libraries: dict[str, Any] = {}
-"""The library of each replaced `aten` op; a library that is garbage-collected removes its kernels."""
+"""Library by name of each replaced `aten` op; a library that is garbage-collected removes its kernels."""
 
 
 def replace_kernels(kernels: Mapping[str, Callable[..., Any]]) -> None:
-    """Run these kernels for `aten` ops by name (`addmm`) on the XLA device, until `restore_kernels`; once for each
-    op.
+    """Register these kernels for `aten` ops by name (`addmm`, `split.Tensor`) on the XLA device, until
+    `restore_kernels`.
+
+    Call it once only for each op.
     """
     import torch
 
@@ -187,6 +213,6 @@ def replace_kernels(kernels: Mapping[str, Callable[..., Any]]) -> None:
 
 
 def restore_kernels(names: Iterable[str]) -> None:
-    """Restore PyTorch/XLA's own kernels of these ops."""
+    """Restore PyTorch/XLA's own kernels of these ops; KeyError for an op that is not replaced."""
     for name in names:
         _libraries.pop(name)._destroy()

@@ -14,20 +14,25 @@ import torch
 
 
 def pending(tensors: Sequence[Any]) -> list[bool]:
-    """Return for each tensor on the XLA device True if its value is still to be computed."""
+    """Return for each tensor True if its value is still to be computed, False if it has device data.
+
+    All tensors must lie on the XLA device.
+    """
 
     return list(xlac()._check_tensor_need_materialization(list(tensors))) if tensors else []
 
 
 def compute(tensors: Sequence[Any]) -> None:
-    """Start the computation of the pending ones of these tensors in one program, without waiting for the device."""
+    """Start one program that computes the pending ones of these tensors, without waiting for the device; none does
+    nothing.
+    """
     waiting = [tensor for tensor, waits in zip(tensors, pending(tensors), strict=True) if waits]
     if waiting:
         xlac()._xla_sync_multi(waiting, [], wait=False, sync_xla_data=False)
 
 
 def handles(tensors: Sequence[Any]) -> list[int]:
-    """Return an identity of the device data of each tensor, equal for tensors that share the data.
+    """Return an identity of the device data of each tensor in order, equal for tensors that share the data.
 
     Data that is still on the host is uploaded. Do not pass pending tensors: they would be computed. The function waits
     for the running step, since its results have no handle yet. Evidence: docs/compiler_behaviour.md, "Handles of
@@ -40,7 +45,9 @@ def handles(tensors: Sequence[Any]) -> list[int]:
 
 
 def plain(tensor: Any) -> Any:
-    """Return the tensor inside of an `XLAShardedTensor`, which `xs.mark_sharding` and `distribute_tensor` return."""
+    """Return the tensor inside of an `XLAShardedTensor`, which `xs.mark_sharding` and `distribute_tensor` return; any
+    other tensor unchanged.
+    """
     return getattr(tensor, "global_tensor", tensor)
 
 
@@ -54,9 +61,13 @@ def is_functional(tensor: Any) -> bool:
 def become(tensor: Any, value: Any, shared: Container[int]) -> None:
     """Replace the value of a tensor and of all its aliases by `value`, of the same shape and dtype.
 
-    `shared` are the storages of `shared_storages`. A tensor in one of them receives the node of `value` below
-    functionalisation, in the lazy tensor that the aliases share. Any other tensor receives a new storage, which frees
-    the old one. The gradient among such tensors may be a view of a tensor that only C++ knows.
+    - `tensor`: tensor to change in place.
+    - `value`: new value, with or without the wrapper of functionalisation.
+    - `shared`: storages of `shared_storages`.
+
+    A tensor in a shared storage receives the node of `value` below functionalisation, in the lazy tensor that the
+    aliases share. Any other tensor receives a new storage, which frees the old one. The gradient among such tensors may
+    be a view of a tensor that only C++ knows.
     """
     import torch
 
@@ -68,7 +79,7 @@ def become(tensor: Any, value: Any, shared: Container[int]) -> None:
 
 
 def hold(tensor: Any, value: Any, shared: Container[int]) -> None:
-    """Replace the device data of a tensor and its aliases by `value`, which has the same elements.
+    """Replace the device data of a tensor and its aliases by `value`, which has the same elements in another sharding.
 
     - `shared`: storages of `shared_storages`; a tensor outside of them receives a new storage, as in `become`.
 
@@ -90,17 +101,22 @@ def storage_of(tensor: Any) -> int:
 
 
 def shared_storages() -> set[int]:
-    """Return the storages that several tensors on the XLA device use, among tensors that Python can see."""
+    """Return identities (`storage_of`) of the storages that several tensors on the XLA device use, among tensors that
+    Python can see.
+    """
     return _shared({id(plain(tensor)): plain(tensor) for tensor in live_on_xla()}.values())
 
 
 def _shared(tensors: Iterable[Any]) -> set[int]:
+    """Return the storages that at least two of these tensors use."""
     users = collections.Counter(storage_of(tensor) for tensor in tensors)
     return {storage for storage, count in users.items() if count > 1}
 
 
 def _base_of(tensor: Any) -> Any:
-    """Return a tensor of the whole storage of a wrapped tensor: the base of its views, which Python may not know."""
+    """Return a new tensor over the whole storage of a wrapped tensor: the base of its views, which Python may
+    not know.
+    """
     import torch
 
     torch_vars = vars(torch)
@@ -126,20 +142,23 @@ def _unwrapped(tensor: Any) -> Any:
 
 
 def on_xla(tensor: Any) -> bool:
+    """Return True if the tensor lies on the XLA device."""
     return tensor.device.type == "xla"
 
 
 def live_pending(first: Iterable[Any]) -> list[Any]:
-    """Return all live pending tensors that Python can see: those in `first` in its order, then the others.
+    """Return all live pending tensors on the XLA device that Python can see: those in `first` in its order, then the
+    others.
 
-    The first alias stands for all aliases of one lazy tensor; the bases of views follow. A parameter's gradient may
-    have no Python object until it is read. Tensors that only C++ owns (saved for a backward pass that has not run) are
-    missing.
+    Each lazy tensor is listed once, by its first alias; the pending bases of views come last. Gradients of leaves are
+    included, although they may have no Python object until they are read. Tensors that only C++ owns (saved for a
+    backward pass that has not run) are missing.
     """
     seen: dict[int, Any] = {}
     wrapped = is_wrapped()
 
     def take(tensor: Any) -> None:
+        """Add a tensor to `seen` if it lies on the XLA device and is one that a script sees."""
         inner = plain(tensor)
         if id(inner) not in seen and on_xla(inner) and (inner is not tensor or is_functional(inner) == wrapped):
             seen[id(inner)] = inner
@@ -163,7 +182,7 @@ def live_pending(first: Iterable[Any]) -> list[Any]:
 
 
 def _gradient(tensor: Any) -> Any:
-    """Return the gradient of a leaf; None for any other tensor."""
+    """Return the gradient of a leaf tensor; None if it has none, and for any other tensor."""
     try:
         return tensor.grad if tensor.is_leaf else None
     except RuntimeError:  # autograd rejects a view that was made without gradients and whose base has changed
@@ -171,7 +190,7 @@ def _gradient(tensor: Any) -> Any:
 
 
 def live_data(but: Container[Any] = ()) -> list[tuple[int, Any]]:
-    """Return device data handle and tensor of all computed tensors of at least one dim that Python can see.
+    """Return (device data handle, tensor) for all computed tensors of at least one dim that Python can see.
 
     Tensors in `but` are omitted; it must compare by identity. The function waits for the running step, as `handles`
     does.
@@ -186,11 +205,15 @@ def live_data(but: Container[Any] = ()) -> list[tuple[int, Any]]:
 
 @functools.cache
 def is_wrapped() -> bool:
-    """Return True if functionalisation wraps a script's tensors; only kernels in Python see the tensors below it."""
+    """Return True if functionalisation wraps a script's tensors: `XLA_DISABLE_FUNCTIONALIZATION` is not 1 or true.
+
+    The answer is that of the first call. Only kernels in Python see the tensors below the wrapper.
+    """
     return not _flag("XLA_DISABLE_FUNCTIONALIZATION")
 
 
 def _flag(name: str) -> bool:
+    """Return True if an environment variable is `1` or `true`."""
     return os.environ.get(name, "").strip().lower() in ("1", "true")
 
 
@@ -200,7 +223,9 @@ def live_on_xla() -> list[Any]:
 
 
 def _tensors_of_process() -> Iterator[Any]:
-    """Yield all tensors that Python's garbage collector knows, without fake tensors and those of transforms."""
+    """Yield all tensors, on any device, that Python's garbage collector knows, without fake tensors and those of
+    transforms.
+    """
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
@@ -228,14 +253,15 @@ def _is_of_transform(tensor: Any) -> bool:
 
 
 def _subclasses(kind: type) -> set[type]:
-    """Return a class and all its subclasses."""
+    """Return a class and all its subclasses, direct and indirect."""
     return {kind}.union(*map(_subclasses, kind.__subclasses__()))
 
 
 def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yield (dotted name, tensor) for each tensor in nested tuples, lists and dicts, such as model outputs.
 
-    `name` begins each dotted name; empty for none. The tensor inside of an `XLAShardedTensor` is yielded (`plain`).
+    Keys and indices are joined to `name` by dots; an empty `name` adds nothing. The tensor inside of an
+    `XLAShardedTensor` is yielded (`plain`). All other objects are skipped.
     """
     import torch
 
@@ -260,10 +286,14 @@ _MODES = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 
 
 _is_transformed: Any = vars(torch._C)["_are_functorch_transforms_active"]
+"""Function that returns True inside functional transforms, such as `vmap`."""
 _modes: Any = vars(torch._C)["_len_torch_dispatch_stack"]
+"""Function that returns the number of modes entered on this thread."""
 
 
 class _Traces(threading.local):
+    """Depth of `traced` contexts on each thread."""
+
     depth = 0
 
 
@@ -272,7 +302,7 @@ _traces = _Traces()
 
 @contextlib.contextmanager
 def traced() -> Iterator[None]:
-    """Declare that the ops on this thread are only traced while the context is entered."""
+    """Declare that the ops on this thread are only traced while the context is entered; contexts may be nested."""
     _traces.depth += 1
     try:
         yield

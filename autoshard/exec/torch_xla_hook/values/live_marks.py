@@ -14,7 +14,7 @@ from autoshard.planning import Spec, hlo_sharding, parse_hlo_sharding
 class LiveMesh:
     """A mesh over the devices of the runtime, and the shardings of specs on it in PyTorch/XLA's records.
 
-    `devices` are PyTorch/XLA's device numbers, row-major over the mesh.
+    `sizes` are sizes by axis, in order; `devices` are PyTorch/XLA's device numbers, row-major over the mesh.
     """
 
     def __init__(self, sizes: Mapping[str, int], devices: Sequence[int]) -> None:
@@ -36,47 +36,52 @@ class LiveMesh:
         return self._shardings[spec]
 
     def write(self, spec: Spec) -> str:
-        """Return the HLO sharding string of a spec."""
+        """Return the HLO sharding string of a spec on this mesh, such as `{devices=[2,1]0,1}`."""
         return hlo_sharding(spec, self.sizes, self.devices)
 
     def read(self, text: str, rank: int) -> Spec | None:
-        """Parse an HLO sharding string into a spec; None if this mesh cannot express it."""
+        """Parse the HLO sharding string of a tensor of `rank` dims into a spec; None if this mesh cannot express it."""
         try:
             return parse_hlo_sharding(text, rank, self.sizes, self.devices)
         except UserError:
             return None
 
     def read_dims(self, text: str, rank: int) -> tuple[tuple[str, ...], ...] | None:
-        """Parse an HLO sharding string into axes per dim; None if this mesh cannot express it."""
+        """Parse an HLO sharding string of `rank` dims into mesh axes per dim; None if this mesh cannot express it."""
         spec = self.read(text, rank)
         return None if spec is None else spec.dims
 
 
 def partition(spec: Spec) -> tuple[Any, ...]:
-    """Convert a spec to PyTorch/XLA's partition spec: axis names, None, or tuples of names."""
+    """Convert a spec to PyTorch/XLA's partition spec: for each dim an axis name, a tuple of names, or None if
+    unsplit.
+    """
     return tuple(axes[0] if len(axes) == 1 else axes if axes else None for axes in spec.dims)
 
 
 def mark(tensor: Any, sharding: Any) -> None:
-    """Shard a tensor in place: move its data, or constrain it if it is pending. Skip scalars and tensors with this
-    sharding.
+    """Shard a tensor in place by an `_XLAC.OpSharding`: move its data, or constrain it if it is pending.
+
+    PyTorch/XLA skips scalars and tensors with this sharding. The script's record of marks does not change.
     """
     _own("_xla_mark_sharding")(tensor, sharding)
 
 
 def unmark(tensor: Any) -> None:
-    """Replicate a tensor's data on every device again."""
+    """Replicate a tensor's data on every device again, and remove its sharding."""
     _own("_xla_clear_sharding")(tensor)
 
 
 def _own(name: str) -> Any:
-    """Return PyTorch/XLA's own function, even if a wrapper that records a script's marks has replaced it."""
+    """Return a function of `torch_xla._XLAC` by name, even if a wrapper that records a script's marks has
+    replaced it.
+    """
     function = getattr(xlac(), name)
     return getattr(function, "__wrapped__", function)
 
 
 def constrain(tensor: Any, shardings: Sequence[Any]) -> None:
-    """Apply shardings to a pending value in order; the tensor's sharding is the last."""
+    """Apply shardings, at least one, to a pending value in order; the last becomes the tensor's own sharding."""
     *before, last = shardings
     for sharding in before:
         xlac()._xla_annotate_custom_sharding(tensor, sharding)
@@ -84,7 +89,9 @@ def constrain(tensor: Any, shardings: Sequence[Any]) -> None:
 
 
 def annotated(tensor: Any, shardings: Sequence[Any]) -> Any:
-    """Copy a pending tensor and constrain the copy to these shardings in order; the tensor keeps its own."""
+    """Return a copy of a pending tensor that is constrained to these shardings in order; `tensor` keeps its own
+    sharding.
+    """
     import torch
 
     value = torch.clone(tensor)
@@ -100,7 +107,7 @@ def sharding_text(tensor: Any) -> str:
 
 
 def is_split(text: str) -> bool:
-    """Return True if an HLO sharding string splits any dim."""
+    """Return True if an HLO sharding string splits any dim: it begins with `{devices=`."""
     return text.startswith("{devices=")
 
 
@@ -113,26 +120,34 @@ class UserMarks:
         self.tensors: Any = WeakTensorKeyDictionary()
 
     def record(self, tensors: Iterable[Any]) -> None:
+        """Add tensors to the record."""
         for tensor in tensors:
             self.tensors[plain(tensor)] = None
 
     def holds(self, tensor: Any) -> bool:
+        """Return True if the script marked this very tensor, given without its `XLAShardedTensor`."""
         return tensor in self.tensors
 
     def data(self) -> set[int]:
-        """Return handles of the device data of the marked tensors that are not pending."""
+        """Return handles of the device data of the marked live tensors that are not pending."""
         known = [tensor for tensor in self.tensors if on_xla(tensor)]
         waiting = pending(known)
         return set(handles([tensor for tensor, waits in zip(known, waiting, strict=True) if not waits]))
 
     def watch(self) -> None:
-        """Replace the functions that a script marks with by functions that record, until the process ends."""
+        """Wrap PyTorch/XLA's functions that mark and clear, so that they record or forget the script's tensors.
+
+        The wrappers stay until the process ends.
+        """
         extension = xlac()
         mark, clear = extension._xla_mark_sharding, extension._xla_clear_sharding
 
         @functools.wraps(mark)
         def recorded_mark(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            """Mark a tensor for the script; replace our own split if PyTorch/XLA rejects a second mark."""
+            """Mark a tensor for the script and record it; replace our own split if PyTorch/XLA rejects a second mark.
+
+            If the split is not ours, PyTorch/XLA's RuntimeError passes through.
+            """
             ours = not self.holds(plain(tensor)) and is_split(sharding_text(tensor))
             self.record([tensor])
             try:
@@ -145,6 +160,7 @@ class UserMarks:
 
         @functools.wraps(clear)
         def recorded_clear(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            """Remove a tensor from the record, then clear its sharding."""
             self.tensors.pop(plain(tensor), None)
             return clear(tensor, *args, **kwargs)
 

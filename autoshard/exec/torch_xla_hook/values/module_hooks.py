@@ -17,19 +17,22 @@ STRICT_VARIABLE = "AUTOSHARD_STRICT"
 
 
 def is_strict() -> bool:
-    """Return True if `AUTOSHARD_STRICT` asks for errors instead of warnings."""
+    """Return True if `AUTOSHARD_STRICT` is set to anything but `0` or nothing: errors are raised instead of warned
+    about.
+    """
     return os.environ.get(STRICT_VARIABLE, "0") not in ("", "0")
 
 
 def error_text(error: Exception) -> str:
-    """Describe an error in a sentence."""
+    """Describe an error: the message of a `UserError`, else `Type: message`."""
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
 
 class Guard:
-    """Context around our own work, never around the script's: a first failure warns once and calls `give_up`.
+    """Context around our own work, never around the script's, that suppresses an unexpected error of ours.
 
-    A `UserError` is raised to the user, and so is every error if `AUTOSHARD_STRICT` is set.
+    The first such error warns and calls `give_up`; later ones pass silently. A `UserError` passes to the user, and so
+    do all errors if `AUTOSHARD_STRICT` is set, and exceptions such as KeyboardInterrupt.
     """
 
     def __init__(self, give_up: Callable[[], None]) -> None:
@@ -40,6 +43,7 @@ class Guard:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
+        """Return True to suppress the error; an error of `give_up` becomes a second warning."""
         if error is None:
             return False
         if not isinstance(error, Exception) or isinstance(error, UserError) or is_strict():
@@ -58,9 +62,10 @@ class Guard:
 
 
 class ModuleHook:
-    """Hook that calls `run` for the module that it is registered on, unless the call is only traced.
+    """Hook that calls `run` under `guard` with the module it is registered on and the hook's other arguments.
 
-    A copy of the module, or a module that is loaded from a file, gets a hook that does nothing and needs no autoshard.
+    It does nothing if the call is only traced, or once the guard has failed. A copy of the module, or a module that is
+    loaded from a file, gets a hook that does nothing and needs no autoshard.
     """
 
     def __init__(self, run: Callable[..., None], guard: Guard) -> None:
@@ -68,31 +73,34 @@ class ModuleHook:
         self._guard = guard
 
     def __call__(self, module: Any, *given: Any) -> None:
+        """Call `run` with the module and the other arguments of the hook, within the guard."""
         if torch.compiler.is_compiling() or self._guard.failed or is_traced():
             return
         with self._guard:
             self._run(module, *given)
 
     def __reduce__(self) -> Any:
+        """Return a function that does nothing, as the copy or the saved form of this hook."""
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 class CallHook(ModuleHook):
-    """Hook on calls of a module of the script. A copy of the module shares this hook, since its steps are planned
-    too.
+    """Pre-hook on calls of a module of the script. A deep copy of the module shares this hook, since its steps are
+    planned too.
     """
 
     def __deepcopy__(self, memo: Any) -> "CallHook":
+        """Return this hook, which a copy of the module shares."""
         return self
 
     @staticmethod
     def to_front(module: Any) -> None:
-        """Move this hook before all other pre-hooks of the module."""
+        """Move the module's `CallHook`s before all its other pre-hooks."""
         hooks = module._forward_pre_hooks
         for key in [key for key, hook in hooks.items() if isinstance(hook, CallHook)]:
             hooks.move_to_end(key, last=False)
 
     @staticmethod
     def on(module: Any) -> bool:
-        """Return True if the module has such a hook."""
+        """Return True if the module has a `CallHook` as a pre-hook."""
         return any(isinstance(hook, CallHook) for hook in module._forward_pre_hooks.values())
