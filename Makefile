@@ -17,7 +17,7 @@ export PYTORCH_XLA
 # A program that wants another environment's packages is not ours.
 unexport PYTHONPATH
 
-.PHONY: demo readme test test-newest test-full test-browser docs lint bench bench-quick bench-spmd clean
+.PHONY: demo readme check test test-newest test-full test-browser docs lint bench bench-quick bench-spmd clean
 
 demo: $(STAMP)
 	mkdir -p build
@@ -33,6 +33,15 @@ readme: $(STAMP)
 	AUTOSHARD_CACHE_DIR=build/cache $(MAKE) --silent --no-print-directory demo > build/demo.txt
 	$(RUN)/python experiments/lib/readme.py build/demo.txt
 	$(RUN)/python experiments/lib/picture.py build/llama3-8b.plan.json docs/report.jpg
+
+# In about a minute, before each commit: the rooms whose tests need neither XLA's compiler nor a child process. Types are
+# left to `make lint`.
+CHECKED := $(addprefix tests/,base cost graph mlir planning/record planning/space planning/xla report solver \
+	$(addprefix test_,cli_rules.py glossary.py json.py kernels.py prose.py public_names.py rooms.py rules.py))
+check: $(STAMP)
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/pytest -n $(WORKERS) --dist loadfile -p tests.light -m "not full and not heavy" $(CHECKED)
 
 test: lint
 	$(RUN)/pytest -n $(WORKERS) --dist loadfile

@@ -64,6 +64,7 @@ def test_rules_with_a_module_file(folder: Path, capsys: pytest.CaptureFixture[st
     assert "x" in capsys.readouterr().out
 
 
+@pytest.mark.heavy
 def test_rules_in_the_program_itself(folder: Path) -> None:
     out = ["--out", "plan.json", "--quiet"]
     assert cli.main(["plan", "step.py", "--topology", "cpu:8", "--mesh", "x=8", *out]) == 0

@@ -73,6 +73,7 @@ def test_every_command_has_the_flag_and_a_section():
     assert set(re.findall(r"^## `autoshard ([\w-]+)`$", TEXT, re.MULTILINE)) == set(commands)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("command", "line"),
     [

@@ -38,11 +38,13 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", WITHOUT_A_PLACE + code], capture_output=True, text=True)
 
 
+@pytest.mark.heavy
 def test_numba_itself_refuses_to_cache_where_nothing_can_be_written() -> None:
     done = run("import fractions\nnumba.njit(cache=True)(fractions.Fraction.__add__)")
     assert done.returncode == 1 and "no locator available" in done.stderr
 
 
+@pytest.mark.heavy
 def test_kernels_are_compiled_where_nothing_can_be_written() -> None:
     done = run(ALL_KERNELS)
     assert done.returncode == 0, done.stderr
@@ -65,6 +67,7 @@ print(double(4))
 """
 
 
+@pytest.mark.heavy
 def test_what_an_older_version_has_preserved_is_compiled_again(tmp_path: Path) -> None:
     """Load a cache index of an older version, which contains a type that has been renamed."""
     script = tmp_path / "script.py"

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 import autoshard
 
 
@@ -25,6 +27,7 @@ def test_the_names_of_the_first_hour_load():
     assert all(callable(getattr(autoshard, name)) for name in FIRST_HOUR)
 
 
+@pytest.mark.heavy
 def test_a_file_is_loaded_planned_exported_and_measured(tmp_path: Path):
     path = tmp_path / "step.py"
     path.write_text(FILE)

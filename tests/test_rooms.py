@@ -291,6 +291,7 @@ HEAVY = ("jax", "jaxlib", "torch", "torchax", "transformers", "ortools", "numba"
 HEAVY += ("networkx",)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("statement", ["import autoshard", "import autoshard.cli", "from autoshard import UserError"])
 def test_start_up_loads_nothing_heavy(statement: str):
     code = f"{statement}\nimport sys; print([m for m in {HEAVY!r} if m in sys.modules])"
@@ -298,6 +299,7 @@ def test_start_up_loads_nothing_heavy(statement: str):
     assert out.stdout.strip() == "[]"
 
 
+@pytest.mark.heavy
 def test_what_runs_and_reports_waits_for_the_frameworks_until_it_needs_them():
     code = "import autoshard.exec, autoshard.report, sys; print([m for m in ('jax', 'torch') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
@@ -311,6 +313,7 @@ def modules_loaded(code: str) -> int:
     return int(out.stderr.split()[-1])
 
 
+@pytest.mark.heavy
 def test_start_up_loads_few_modules():
     """Compare the import of the package with the modules that argparse and json load."""
     plain = modules_loaded("import argparse, contextlib, difflib, json, os, pathlib, dataclasses, importlib")

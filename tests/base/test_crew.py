@@ -54,6 +54,7 @@ def wait_for_helpers(crew: WorkerCrew) -> None:
         crew.map(nap, [0.02] * 4, lambda seconds: (seconds,))
 
 
+@pytest.mark.heavy
 def test_helpers_take_part_and_answers_come_in_order() -> None:
     with WorkerCrew(2) as crew:
         wait_for_helpers(crew)
@@ -62,6 +63,7 @@ def test_helpers_take_part_and_answers_come_in_order() -> None:
         assert crew.map(max, range(20), lambda number: (number, 7)) == [max(number, 7) for number in range(20)]
 
 
+@pytest.mark.heavy
 def test_nothing_is_left_of_a_crew_that_has_ended() -> None:
     """Join all threads: a thread that is alive when Python exits may abort the process."""
     before = threading.active_count()
@@ -87,6 +89,7 @@ def test_alone_everything_is_done_here() -> None:
     assert crew.alone and set(crew.map(nap, [0.0] * 3, lambda seconds: (seconds,))) == {os.getpid()}
 
 
+@pytest.mark.heavy
 def test_what_is_shared_stands_for_itself_on_both_sides() -> None:
     with WorkerCrew(1) as crew:
         wait_for_helpers(crew)
@@ -104,6 +107,7 @@ def slow_add(box: Box, number: int) -> tuple[Box, int, int]:
     return box.add(number)
 
 
+@pytest.mark.heavy
 def test_a_copy_may_be_sent_of_what_cannot_be() -> None:
     with WorkerCrew(1) as crew:
         wait_for_helpers(crew)
@@ -117,6 +121,7 @@ def test_a_copy_may_be_sent_of_what_cannot_be() -> None:
         }
 
 
+@pytest.mark.heavy
 def test_what_cannot_be_pickled_leaves_this_process_alone() -> None:
     said: list[str] = []
     with WorkerCrew(1) as crew:
@@ -155,6 +160,7 @@ class Naps:
         return self.done == self.count
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("what", "why"), [("die", "it ended with code 3"), ("fail", "ValueError: not here")], ids=["dies", "fails"]
 )
@@ -198,6 +204,7 @@ def until_stopped(stop: threading.Event) -> None:
     raise Stopped
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("slot", [0, 1], ids=["here", "at a helper"])
 def test_an_outdated_job_is_stopped(slot: int) -> None:
     with WorkerCrew(1) as crew:
@@ -209,6 +216,7 @@ def test_an_outdated_job_is_stopped(slot: int) -> None:
         assert time.monotonic() - began < PATIENCE_S
 
 
+@pytest.mark.heavy
 def test_a_patient_crew_starts_its_helpers_when_there_is_much_to_do() -> None:
     with WorkerCrew(1, start_delay_s=0.3) as crew:
         assert not crew.alone
@@ -220,6 +228,7 @@ def test_a_patient_crew_starts_its_helpers_when_there_is_much_to_do() -> None:
             crew.map(work, [0.05] * 4, lambda seconds: (seconds,))
 
 
+@pytest.mark.heavy
 def test_processor_seconds_of_helpers_count() -> None:
     with WorkerCrew(1) as crew:
         wait_for_helpers(crew)
@@ -236,6 +245,7 @@ def work(seconds: float) -> int:
     return os.getpid()
 
 
+@pytest.mark.heavy
 def test_one_core_has_no_helpers() -> None:
     code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
     code += "from autoshard.base.workers import helpers_here; print(helpers_here())"
@@ -284,12 +294,14 @@ def is_gone(pid: int) -> bool:
     return False
 
 
+@pytest.mark.heavy
 def test_a_script_without_a_guard_is_run_once(tmp_path: Path) -> None:
     out, err = start_script(tmp_path / "script.py").communicate(timeout=PATIENCE_S)
     assert out.count("script") == 1, err
     assert is_gone(int(out.split()[-1]))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
 def test_helpers_end_with_the_process_that_started_them(tmp_path: Path, sent: signal.Signals) -> None:
     process = start_script(tmp_path / "script.py", "wait")

@@ -26,6 +26,7 @@ for turn in range(30):
 """
 
 
+@pytest.mark.heavy
 def test_eight_processes_share_one_cache(tmp_path: Path):
     env = os.environ | {"AUTOSHARD_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", WRITER]

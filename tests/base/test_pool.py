@@ -16,6 +16,7 @@ from autoshard.base.worker_pool import HelperPool
 from tests.base.test_crew import is_gone
 
 
+@pytest.mark.heavy
 def test_outcomes_come_back_from_several_processes() -> None:
     with HelperPool(2) as pool:
         waiting = [pool.submit(nap, 0.2) for _ in range(6)]
@@ -29,6 +30,7 @@ def test_outcomes_come_back_from_several_processes() -> None:
         pool.submit(nap, 0.0)
 
 
+@pytest.mark.heavy
 def test_a_process_that_dies_breaks_its_call_alone() -> None:
     with HelperPool(1) as pool:
         with pytest.raises(concurrent.futures.BrokenExecutor, match="ended by signal 9"):
@@ -36,6 +38,7 @@ def test_a_process_that_dies_breaks_its_call_alone() -> None:
         assert pool.submit(nap, 0.0).result(30)
 
 
+@pytest.mark.heavy
 def test_the_end_waits_for_nothing() -> None:
     pool = HelperPool(1)
     running, waiting = pool.submit(nap, 60.0), pool.submit(nap, 60.0)
@@ -77,6 +80,7 @@ LEAVES = """
 """
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("command", "sent"),
     [(True, None), (True, signal.SIGTERM), (True, signal.SIGINT), (False, None)],
@@ -136,6 +140,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("sent", "native"),
     [(signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGKILL, False)],

@@ -33,6 +33,7 @@ def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "prepare", [[], ["autoshard.solver.search.milp_worker"], ["autoshard.solver.exact_solves"]], ids=str
 )
@@ -42,6 +43,7 @@ def test_children_import_nothing_from_the_working_directory(prepare: list[str], 
     assert not list(trap.rglob("executed"))
 
 
+@pytest.mark.heavy
 def test_children_have_this_package_and_what_the_environment_adds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "mine.py").write_text(
         "import sys, numpy, autoshard\ndef main(text):\n    print(text, autoshard.__file__, sys.path[0])\n"
@@ -53,6 +55,7 @@ def test_children_have_this_package_and_what_the_environment_adds(tmp_path: Path
     assert out == f"a b {autoshard.__file__} {tmp_path}\n"
 
 
+@pytest.mark.heavy
 def test_helpers_of_a_crew_start_with_such_files(trap: Path):
     said: list[str] = []
     with WorkerCrew(1) as crew:
@@ -66,6 +69,7 @@ def _nap(seconds: float) -> int:
     return os.getpid()
 
 
+@pytest.mark.heavy
 def test_children_end_with_their_stdin_in_any_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "busy.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")  # during the import
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

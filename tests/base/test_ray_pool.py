@@ -36,6 +36,7 @@ def mistake() -> None:
     raise UserError("that is not there")
 
 
+@pytest.mark.heavy
 def test_a_node_that_is_killed_loses_nothing(
     cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +88,7 @@ def test_at_most_so_many_at_a_time_for_any_size(cluster: LocalCluster) -> None:
         assert [each.result(60) for each in [pool.submit(bytes.upper, data) for data in large]] == large
 
 
+@pytest.mark.heavy
 def test_an_address_where_nothing_listens_is_named_at_once() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # the port is reserved, and nothing listens on it
@@ -101,6 +103,7 @@ def test_an_address_where_nothing_listens_is_named_at_once() -> None:
     assert not pool._driver.alive
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("form", ["{}", "ray://{}"])
 def test_what_listens_and_is_no_ray_is_named_as_well(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ANSWER_S", "CLIENT_S"):

@@ -88,6 +88,7 @@ def test_a_small_file_that_unpacks_to_millions_of_objects_is_refused_at_once(
     assert f"it would take more than {4 if command == 'solve' else 2} GiB of memory" in capsys.readouterr().err
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("command", ["solve", "report"])
 def test_signals_are_obeyed_while_json_is_parsed(sent: signal.Signals, command: str, tmp_path: Path):

@@ -14,6 +14,7 @@ from autoshard.base.worker import Job, Worker, WorkerEnded
 from tests.base.test_crew import PATIENCE_S, is_gone, nap
 
 
+@pytest.mark.heavy
 def test_jobs_arrive_while_their_module_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Import one module for `prepare` and for the first job: two threads would meet it half imported."""
     (tmp_path / "slow_to_import.py").write_text(
@@ -45,6 +46,7 @@ def refuse(where: int) -> Unreadable:
     return Unreadable(where)
 
 
+@pytest.mark.heavy
 def test_an_answer_that_cannot_be_read_costs_that_answer_alone() -> None:
     worker = Worker()
     try:
@@ -59,6 +61,7 @@ def until_stopped(stop: threading.Event) -> bool:
     return stop.wait(PATIENCE_S)
 
 
+@pytest.mark.heavy
 def test_a_job_is_stopped_before_it_arrives_and_later_ones_are_not() -> None:
     worker = Worker()
     try:
@@ -79,6 +82,7 @@ def start_child(seconds: float) -> tuple[int, int]:
     return os.getpid(), child.pid
 
 
+@pytest.mark.heavy
 def test_the_processes_of_a_session_end_together(tmp_path: Path) -> None:
     with open(log := tmp_path / "log", "wb") as stderr:
         worker = Worker(environment={**os.environ, "TESTED": "yes"}, stderr=stderr, session=True)
@@ -90,6 +94,7 @@ def test_the_processes_of_a_session_end_together(tmp_path: Path) -> None:
     assert is_gone(here) and is_gone(child) and log.read_text() == "to the log\n"
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("call", "argument", "how"), [(os._exit, 3, "ended with code 3"), (os.abort, None, "")])
 def test_the_end_of_a_worker_is_explained(call, argument: int | None, how: str) -> None:
     worker = Worker()
@@ -106,6 +111,7 @@ def burn(seconds: float) -> None:
         sum(range(1000))
 
 
+@pytest.mark.heavy
 def test_seconds_of_a_counted_worker_count_before_and_after_its_end() -> None:
     began = processor_seconds()
     worker = Worker(counted=True)

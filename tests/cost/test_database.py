@@ -58,6 +58,7 @@ def start_writer(folder: Path, name: str, count: int) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
 
+@pytest.mark.heavy
 def test_nothing_acknowledged_is_lost_when_writers_meet_and_die(tmp_path: Path):
     """Start writers and kill some at arbitrary moments. Each row that a writer acknowledged is stored whole."""
     lasting = [start_writer(tmp_path, f"lasting{k}", 30) for k in range(2)]
@@ -193,6 +194,7 @@ print(len(database.read("cpu:8", "made up")), database.add([one]), database.add(
 """
 
 
+@pytest.mark.heavy
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="permissions as on POSIX")
 def test_a_read_only_directory_is_read_and_reported_once(tmp_path: Path):
     folder = tmp_path / "data"

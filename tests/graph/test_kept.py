@@ -102,6 +102,7 @@ def test_only_so_many_are_preserved(folder: Path) -> None:
     assert len(list(folder.glob("*.graph"))) == MOST and len(list(folder.glob("*.program"))) == 1
 
 
+@pytest.mark.heavy
 def test_a_second_plan_starts_no_framework(folder: Path, tmp_path: Path) -> None:
     """Plan again without importing jax or torch, since the program and its ops are cached."""
     path = tmp_path / "step.mlirbc"

@@ -73,6 +73,7 @@ def test_state_that_is_read_after_its_update_is_not_overwritten() -> None:
     assert spans[w][1] > spans[new][0]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
 def test_state_that_is_stored_narrow_is_written_in_place(dtype: str, optimizer: str) -> None:
@@ -143,6 +144,7 @@ def test_buffers_are_sound(name: str) -> None:
                 assert spans[tensor][0] <= fusion.root < spans[tensor][1], "what is read is there"
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "name",
     ["mlp", "decoder", "decoder without remat", "decoding", "decoding, caches carried", "decoding, caches scanned"],

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax import lax
 
 from autoshard.graph import Liveness, OpGraph, analyse, read_graph
@@ -207,6 +208,7 @@ def test_a_carried_value_that_starts_two_of_a_loop_within_is_stored_once_more() 
     assert carried.body in spans and sum(body in spans for body in within) == 1
 
 
+@pytest.mark.heavy
 def test_an_argument_that_starts_what_replaces_it_is_copied_into_if_a_matmul_reads_it() -> None:
     """Copy the result: the loop's buffer is written while the matmul reads the argument that the result aliases."""
 
@@ -223,6 +225,7 @@ def test_an_argument_that_starts_what_replaces_it_is_copied_into_if_a_matmul_rea
     assert memory.alias_size_in_bytes == 64 * 64 * 4 <= memory.temp_size_in_bytes
 
 
+@pytest.mark.heavy
 def test_a_cache_that_is_written_twice_is_one_buffer_for_us_and_for_the_compiler() -> None:
     def fn(cache: Any, new: Any) -> Any:
         cache = lax.dynamic_update_slice(cache, new @ new, (0, 2))

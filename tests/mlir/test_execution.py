@@ -83,6 +83,7 @@ def norm_module(kind: str, dtype: str) -> Any:
         }}""")
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("dtype", "rtol"), [("f32", 1e-4), ("f64", 1e-7)])
 def test_batch_norms_are_what_the_specification_says(dtype: str, rtol: float) -> None:
     """Compare with numpy, and the gradients with those that JAX derives."""

@@ -42,6 +42,7 @@ def test_guards_stand_only_where_they_are_needed(fn, args, pins, clamps: int, ba
     assert (text.count("stablehlo.clamp"), text.count("stablehlo.optimization_barrier")) == (clamps, barriers), text
 
 
+@pytest.mark.heavy
 def test_arguments_of_four_bits_can_be_given():
     def fn(x, w):
         return x @ w.astype(jnp.float32), w + w

@@ -87,6 +87,7 @@ def test_inlining_leaves_one_function_and_no_calls():
     assert mlir.source_line(dot).startswith(__file__)
 
 
+@pytest.mark.heavy
 def test_inlining_does_not_change_results():
     args = ((np.full((3, 16, 64), 0.1, "float32"), np.full((3, 64, 16), 0.1, "float32")), np.ones((8, 16), "float32"))
     lowering = lowered()
@@ -159,6 +160,7 @@ def test_every_op_but_structure_and_constants_gets_a_rule():
     assert "([i, j])->([i, j]) {i=8, j=64}" in str(erfc.attributes["sdy.sharding_rule"])
 
 
+@pytest.mark.heavy
 def test_top_k_needs_its_last_dim_whole():
     module = copy(jax.jit(lambda x: jax.lax.top_k(x, 2)).lower(jnp.zeros((4, 8))))
     mlir.populate_rules(mlir.inline_calls(module))

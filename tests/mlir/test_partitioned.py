@@ -62,6 +62,7 @@ def two_matmuls(x: Any, w: Any, v: Any) -> Any:
 MATRICES = random(16, 8), random(8, 32, seed=1), random(32, 4, seed=2)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "specs",
     [
@@ -83,6 +84,7 @@ def test_propagation_gives_the_shardings_that_xla_compiles(specs: list[Any]) -> 
     assert lowering.compile().output_shardings.is_equivalent_to(ours, 2)
 
 
+@pytest.mark.heavy
 def test_sums_and_reshards_name_axes_that_need_quotes() -> None:
     """Compare with the collectives of the compiled program: it sums over the axis of the contracted dim."""
     specs = [Spec((A, C)), Spec((C, ())), Spec(((), ()))]
@@ -98,6 +100,7 @@ def test_sums_and_reshards_name_axes_that_need_quotes() -> None:
     assert groups.startswith(("{{0,1},{2,3},{4,5},{6,7}}", "[4,2]<=[8]"))
 
 
+@pytest.mark.heavy
 def test_pinned_values_have_their_shardings_and_values_stay() -> None:
     pins = [Pin(0, 0, Spec((C, A))), Pin(1, 0, Spec(((), ("a b", 'c"')))), Pin(-1, 1, Spec((A, C)), (0, 1))]
     lowering = lowered(two_matmuls, MATRICES, placed(), placed(), placed())
@@ -112,6 +115,7 @@ def test_pinned_values_have_their_shardings_and_values_stay() -> None:
     assert collectives, "the pinned dims are gathered again"
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("axes", [("a b",), ('c"',), ("a b", 'c"')])
 def test_groups_of_a_collective_are_the_devices_that_it_sums_over(axes: tuple[str, ...]) -> None:
     """Sum powers of two, one of each device: the bits of the total are the members of the device's group."""
@@ -130,6 +134,7 @@ def test_groups_of_a_collective_are_the_devices_that_it_sums_over(axes: tuple[st
             assert totals[device] == sum(1 << member for member in group)
 
 
+@pytest.mark.heavy
 def test_pairs_of_a_permute_are_the_devices_that_send_and_receive() -> None:
     pairs = [(0, 1), (1, 2), (3, 0)]
     spec = PartitionSpec(tuple(SIZES))
@@ -157,6 +162,7 @@ def grouped(x: Any, w: Any) -> Any:
     return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=4)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("fn", "arguments", "operands", "result"),
     [

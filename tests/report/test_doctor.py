@@ -41,6 +41,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str | None]) ->
     monkeypatch.setattr(importlib.metadata, "version", version)
 
 
+@pytest.mark.heavy
 def test_everything_works_in_the_environment_of_the_tests():
     found = doctor()
     assert found["backend"] == "cpu"
@@ -102,6 +103,7 @@ def test_installed_versions_are_compared_with_tested_ones(
     assert sentence in text_of(found).replace("\n", " ")
 
 
+@pytest.mark.heavy
 def test_accelerators_that_are_not_here_are_silent():
     done = run("doctor", env={"JAX_PLATFORMS": None, "PJRT_DEVICE": None})
     assert done.returncode == 0
@@ -109,6 +111,7 @@ def test_accelerators_that_are_not_here_are_silent():
     assert "JAX sees 8 device(s) on cpu" in done.stdout
 
 
+@pytest.mark.heavy
 def test_a_process_that_cannot_look_says_why(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_doctor, "_LOOK", "raise RuntimeError('no backend')")
     found = doctor()
@@ -118,6 +121,7 @@ def test_a_process_that_cannot_look_says_why(monkeypatch: pytest.MonkeyPatch):
     assert "found no device in" in doctor()["backend"]
 
 
+@pytest.mark.heavy
 def test_an_accelerator_that_is_here_and_not_used_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     (tmp_path / "nvidia0").touch()
     monkeypatch.setenv("JAX_PLATFORMS", "")

@@ -99,6 +99,7 @@ def test_jax_gives_the_plans_own_mesh_and_shardings(small: Plan):
     assert value.addressable_shards[0].data.shape == (32, 8)
 
 
+@pytest.mark.heavy
 def test_jax_jits_a_step_with_the_plans_shardings(small: Plan):
     in_order = dataclasses.replace(
         small,
@@ -176,6 +177,7 @@ def test_hlo_strings_place_arrays_as_the_plan_does(small: Plan):
             np.testing.assert_array_equal(held[shard.device.id], shard.data)
 
 
+@pytest.mark.heavy
 @pytest.mark.skipif(find_spec("torch_xla") is None, reason="the extra `xla` installs it")
 def test_torch_xla_marks_every_parameter(small: Plan, tmp_path: Path):
     code = (
@@ -206,6 +208,7 @@ print(json.dumps(found))
     assert found["head.weight"] == f"{{devices=[1,8]{','.join(map(str, grid.T.ravel()))}}}"
 
 
+@pytest.mark.heavy
 def test_dtensor_splits_every_parameter(small: Plan, tmp_path: Path):
     code = (
         export_plan(small, "dtensor")

@@ -120,6 +120,7 @@ def check_equal(found: Any, wanted: Any, plan: Plan) -> None:
         assert axes(leaf) == padded(spec)
 
 
+@pytest.mark.heavy
 def test_a_step_with_the_hints_computes_the_same_and_its_types_are_the_plans(folder: Path):
     plan, module, exported = load_plan(folder / "plan.json"), load(folder / "step.py"), load(folder / "shardings.py")
     _, args = module.program()
@@ -150,6 +151,7 @@ def test_jax_asks_where_the_file_says_so(folder: Path, place: str):
     )
 
 
+@pytest.mark.heavy
 def test_the_step_as_it_was_planned_runs_unchanged(folder: Path):
     plan, module, exported = load_plan(folder / "plan.json"), load(folder / "step.py"), load(folder / "shardings.py")
     _, args = module.program()
@@ -184,6 +186,7 @@ def test_the_first_lines_say_what_is_left_out(folder: Path):
     assert "HINTS = {\n}" in text
 
 
+@pytest.mark.heavy
 def test_what_no_jax_code_says_is_refused(folder: Path, tmp_path: Path):
     plan = load_plan(folder / "plan.json")
     whole = Spec.replicated(2)

@@ -67,6 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("number", range(3), ids=SCHEDULES)
 def test_loss_and_gradients_are_those_of_the_module(folder: Path, number: int) -> None:
     net = runpy.run_path(str(folder / "net.py"))

@@ -84,6 +84,7 @@ def padded(spec: PartitionSpec, rank: int) -> tuple[Any, ...]:
     return (*spec, *(None,) * (rank - len(spec)))
 
 
+@pytest.mark.heavy
 def test_every_leaf_gets_the_plans_spec(plan, rules):
     state = jax.eval_shape(init)
     results = jax.tree.leaves(rules["specs"](state))
@@ -114,6 +115,7 @@ def test_the_tactics_of_big_vision_say_the_same(plan, rules):
         assert tuple(spec) == padded(planned, leaf.ndim), keys
 
 
+@pytest.mark.heavy
 def test_a_step_under_the_rules_computes_the_same(plan, rules):
     mesh = rules["make_mesh"]()
     state = init()

@@ -153,6 +153,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", ["dtensor1", "fsdp21", "plan1", "dtensor2", "fsdp22", "plan2"])
 def test_loss_and_gradients_are_those_of_the_unplanned_module(folder: Path, name: str) -> None:
     net = runpy.run_path(str(folder / "net.py"))

@@ -162,6 +162,7 @@ def run(folder: Path, names: list[str]) -> dict[str, Any]:
     return {name: each["local"] for name, each in document.items()}
 
 
+@pytest.mark.heavy
 def test_experts_and_conv1d_compute_what_the_model_does_alone(tmp_path: Path) -> None:
     local = run(tmp_path, ["mixtral by experts", "gpt2"])
     mixtral, gpt2 = local["mixtral by experts"], local["gpt2"]

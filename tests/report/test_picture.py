@@ -43,6 +43,7 @@ def test_one_dim():
     assert drawn(visualize_spec, Spec((("data",),)), (8,), {"data": 4}) == [["0"], ["1"], ["2"], ["3"]]
 
 
+@pytest.mark.heavy
 def test_an_array_of_jax():
     import jax
 

@@ -51,6 +51,7 @@ def decoding(name: str) -> Program:
     return open_source(f"hf:{name}", serve="decode", batch=SEQUENCES, seq=PLACES, cache=PLACES, dtype="float32")
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("name", "engine", "engines"),
     [
@@ -158,6 +159,7 @@ def test_dtypes_are_reported_and_what_does_not_divide_is_whole():
     assert all(len(line) <= 120 for line in text.splitlines())
 
 
+@pytest.mark.heavy
 def test_the_command_writes_the_file_and_checks_it_with_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "shardings.py"
     line = "serve-plan hf:llama-tiny --topology v5e:2x2 --input 96 --output 32 --check --quiet"

@@ -41,6 +41,7 @@ def test_waiting_does_not_count_and_work_does() -> None:
         sum(range(1000))
 
 
+@pytest.mark.heavy
 def test_work_of_a_child_counts_once_it_has_ended() -> None:
     began = processor_seconds()
     code = "import time\nwhile time.process_time() < 0.3: pass"
@@ -72,6 +73,7 @@ class Slow:
         return self.now
 
 
+@pytest.mark.heavy
 def test_reducing_leaves_time_for_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Elimination, "plan", staticmethod(lambda graph: None))
     monkeypatch.setattr(module, "_SMALL", -1)

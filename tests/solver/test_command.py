@@ -59,6 +59,7 @@ def test_a_limit_of_nothing():
         run_solve("none.json", 0.0)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_prints_the_best_so_far(tmp_path, number):
     problem = hard_problem(300, 9, hops=(1, 2))

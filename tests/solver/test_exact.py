@@ -75,20 +75,24 @@ def expected() -> list[str]:
     return ["exact", f"OPTIMAL {answer.cost}", "[]"]
 
 
+@pytest.mark.heavy
 def test_ortools_is_not_loaded_where_the_user_is():
     assert run(f"BEFORE = ()\n{SOLVE}").splitlines() == expected()
 
 
+@pytest.mark.heavy
 def test_it_is_solved_after_ortools_was_imported():
     before = "from ortools.linear_solver import pywraplp\nBEFORE = ('ortools',)\n"
     assert run(f"{before}{SOLVE}").splitlines() == expected()
 
 
+@pytest.mark.heavy
 def test_ortools_can_be_imported_after_a_solve():
     after = "from ortools.linear_solver import pywraplp\nprint(pywraplp.Solver.CreateSolver('GLOP') is not None)"
     assert run(f"BEFORE = ()\n{SOLVE}{after}").splitlines() == [*expected(), "True"]
 
 
+@pytest.mark.heavy
 def test_a_process_is_saved_for_the_next_solve(none_waits):
     graph = build(small_problem())
     first = solve_in_process(job(graph), never)
@@ -99,6 +103,7 @@ def test_a_process_is_saved_for_the_next_solve(none_waits):
     assert first.choices is not None and evaluate(small_problem(), graph.restore(first.choices)).feasible
 
 
+@pytest.mark.heavy
 def test_a_process_of_another_is_left_alone(none_waits):
     graph = build(small_problem())
     first = solve_in_process(job(graph), never)
@@ -112,6 +117,7 @@ def test_a_process_of_another_is_left_alone(none_waits):
         theirs.end()
 
 
+@pytest.mark.heavy
 def test_a_process_that_does_not_stop_is_ended(none_waits, monkeypatch):
     monkeypatch.setattr(module, "_HURRY_S", 0.0)
     looks = itertools.count()
@@ -119,6 +125,7 @@ def test_a_process_that_does_not_stop_is_ended(none_waits, monkeypatch):
     assert not module._idle
 
 
+@pytest.mark.heavy
 def test_a_process_that_is_asked_answers_and_is_ended(none_waits, monkeypatch):
     monkeypatch.setattr(module, "_HURRY_S", 60.0)
     looks = itertools.count()
@@ -130,12 +137,14 @@ def test_a_process_that_is_asked_answers_and_is_ended(none_waits, monkeypatch):
     assert len(module._idle) == 1
 
 
+@pytest.mark.heavy
 def test_a_process_whose_limit_comes_is_preserved(none_waits):
     cut = solve_in_process(job(build(hard_problem()), deadline=time.monotonic() + 3.0), never)
     assert cut is not None and not cut.finished and not cut.stopped
     assert len(module._idle) == 1
 
 
+@pytest.mark.heavy
 def test_a_clock_that_only_this_process_knows_ends_a_solve(none_waits, monkeypatch):
     monkeypatch.setattr(module, "_HURRY_S", 60.0)
     ticks = itertools.count()
@@ -143,6 +152,7 @@ def test_a_clock_that_only_this_process_knows_ends_a_solve(none_waits, monkeypat
     assert cut is not None and not cut.finished
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("clock", [time.monotonic, processor_seconds, lambda: time.monotonic()])
 def test_what_was_found_until_then_is_preserved(none_waits, monkeypatch, clock):
     monkeypatch.setattr(module, "_HURRY_S", 60.0)
@@ -158,6 +168,7 @@ def test_what_was_found_until_then_is_preserved(none_waits, monkeypatch, clock):
     assert clock() - began >= seconds - 0.1
 
 
+@pytest.mark.heavy
 def test_what_went_wrong_there_is_raised_here(none_waits):
     graph = build(small_problem())
     with pytest.raises(ValueError) as here:
@@ -167,6 +178,7 @@ def test_what_went_wrong_there_is_raised_here(none_waits):
     assert str(there.value) == str(here.value)
 
 
+@pytest.mark.heavy
 def test_a_process_that_dies_is_reported(none_waits):
     problem = small_problem()
     solve(problem)
@@ -178,6 +190,7 @@ def test_a_process_that_dies_is_reported(none_waits):
     assert solve(problem).status is Status.OPTIMAL
 
 
+@pytest.mark.heavy
 def test_work_there_counts_once(none_waits):
     began = processor_seconds()
     solve_in_process(job(build(small_problem())), never)
@@ -187,6 +200,7 @@ def test_work_there_counts_once(none_waits):
     assert abs(processor_seconds() - began - worked) < 0.5 * worked
 
 
+@pytest.mark.heavy
 def test_the_same_answer_twice():
     choices = [solve(hard_problem(8), iterations=4, hint=LEAST[:8]).choices for _ in range(2)]
     assert np.array_equal(*choices)

@@ -93,6 +93,7 @@ def test_the_bound_is_read_from_the_log():
     assert 7.1497 < log.bound < 7.149762264
 
 
+@pytest.mark.heavy
 def test_a_worker_that_was_stopped_goes_on_with_the_next_part():
     problem = hard_problem()
     graph = build(problem)

@@ -217,6 +217,7 @@ def engine_only(monkeypatch):
     monkeypatch.setattr(module, "_SMALL", -1)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_engine_proves_what_the_exact_solve_proves(seed, engine_only):
     problem = hard_problem(12, seed)
@@ -226,6 +227,7 @@ def test_the_engine_proves_what_the_exact_solve_proves(seed, engine_only):
     assert "moves" in answer.stats
 
 
+@pytest.mark.heavy
 def test_engine_and_exact_solve_agree(monkeypatch):
     problem = hard_problem(12, 3)
     exact = solve(problem)
@@ -235,6 +237,7 @@ def test_engine_and_exact_solve_agree(monkeypatch):
     assert solve(problem).cost == exact.cost
 
 
+@pytest.mark.heavy
 def test_the_same_seed_and_iterations_give_the_same_answer(engine_only):
     problem = hard_problem(30, 5, hops=(1, 2))
     one, two = (solve(problem, seed=3, iterations=3) for _ in range(2))
@@ -242,11 +245,13 @@ def test_the_same_seed_and_iterations_give_the_same_answer(engine_only):
     assert (one.cost, one.lower_bound, one.status) == (two.cost, two.lower_bound, two.status)
 
 
+@pytest.mark.heavy
 def test_one_thread_does_the_same_work(engine_only):
     problem = hard_problem(12, 0)
     assert solve(problem, time_limit=60, threads=1).status is Status.OPTIMAL
 
 
+@pytest.mark.heavy
 def test_a_feasible_hint_is_never_lost(engine_only):
     problem = hard_problem(30, 6, hops=(1, 2))
     first = solve(problem, iterations=2)

@@ -74,6 +74,7 @@ def module(between: str, kind: str = "tensor<8x32xf32>") -> str:
 CALL = 'stablehlo.custom_call @Sharding(%0) {{{}mhlo.sharding = "{}"}} : (tensor<8x32xf32>) -> tensor<8x32xf32>'
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "between",
     [

@@ -71,6 +71,7 @@ def test_dims_behind_the_last_entry_of_a_partition_spec_are_whole(spec: Any, dim
     assert parse_lines([pin.flag for pin in read.pins]) == read, "reports write it so that it is read again"
 
 
+@pytest.mark.heavy
 def test_a_short_spec_of_a_stack_is_that_of_one_layer() -> None:
     assert planned(pins={UP: P("model")}).plan.arguments[UP] == Spec(((), ("model",), ()))
 
@@ -153,6 +154,7 @@ def test_the_same_pins_give_the_same_plan() -> None:
     assert first.plan == second.plan
 
 
+@pytest.mark.heavy
 def test_a_pinned_plan_runs_and_equals_the_unplanned() -> None:
     made = two_matmuls()
     plan = autoshard.plan(made, topology="cpu:8", mesh=MESH, pins={"up": "data,model", "down": "?,data"})

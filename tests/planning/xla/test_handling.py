@@ -216,6 +216,7 @@ def predicted(graph: OpGraph, op: Op, factor: int) -> dict[str, int]:
     return {"x": wire} if wire else {}
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_a_split_factor_costs_what_the_table_says(case: Case) -> None:
     program, graph, op, factor = found_op(case)
@@ -282,6 +283,7 @@ def test_compound_dims_are_left_to_the_reshapes_around() -> None:
     assert whole_factors(graph, op, "cpu") == {1, 2}
 
 
+@pytest.mark.heavy
 def test_planning_and_running_a_mirrored_tensor() -> None:
     """Plan a reversal along the only dim that can be split, under a tight limit. It is permuted, not gathered."""
 

@@ -101,6 +101,7 @@ def measured() -> Measured:
     return {(s, t): (predicted(s, t, SHAPE, mesh), moved(s, t, SHAPE, mesh)) for s, t in pairs()}
 
 
+@pytest.mark.heavy
 def test_one_axis_that_changes_alone_is_exact(measured: Measured) -> None:
     alone = {pair: found for pair, found in measured.items() if changes_alone(*pair)}
     assert len(alone) >= 20
@@ -168,6 +169,7 @@ def _dims(state: State, names: list[str]) -> list[Any]:
     return [tuple(n for n, d in zip(names, state, strict=True) if d == dim) or None for dim in range(2)]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(
     ("source", "target"),
@@ -278,6 +280,7 @@ def test_what_a_sum_scatters_is_reported_before_what_is_gathered() -> None:
 # Other meshes and shapes
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("sizes", "shape", "source", "target"),
     [
