@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import jax
 import pytest
 
+from autoshard.base import workers
+
 
 _STARTED: list[str] = []
 _START = subprocess.Popen.__init__
@@ -35,6 +37,7 @@ def is_light() -> Iterator[None]:
 
 
 def pytest_configure() -> None:
-    """Watch the starts of processes and the compilations of this process."""
+    """Watch the starts of processes and the compilations, and let no plan start helpers on a busy machine."""
+    workers.MOST_HELPERS = 0
     subprocess.Popen.__init__ = _start
     jax.monitoring.register_event_duration_secs_listener(_compiled)

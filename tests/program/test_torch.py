@@ -202,7 +202,7 @@ class Mistyped(nn.Module):
     ("inner", "sentence"),
     [
         (Odd, "uses a torch operation that has no lowering .*airy_ai.* in `1`"),
-        (Branching, r"its code asks for the values of a tensor in `1` \(Branching.forward at test_torch.py:\d+\), and"),
+        (Branching, r"its code asks for the values of a tensor in `1` \(Branching.forward at test_torch.py:\d+\), but"),
         (Picking, r"asks for the values of a tensor in `1` \(Picking.forward .*; replace the `if`"),
         (
             Mistyped,

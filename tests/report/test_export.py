@@ -291,6 +291,7 @@ def test_maxtext_names_what_an_axis_does(plan: Plan, roles: tuple[str, ...], use
     assert f"# model=8 is used as {use} parallelism." in text
 
 
+@pytest.mark.heavy
 def test_experts_over_an_axis_in_parts_are_expert_parallelism(tmp_path: Path):
     config = json.loads(Path(autoshard.__file__).with_name("program").joinpath("configs/mixtral-tiny.json").read_text())
     (path := tmp_path / "wide.json").write_text(json.dumps(config | {"num_local_experts": 8}))

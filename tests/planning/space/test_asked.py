@@ -89,6 +89,7 @@ def test_what_reports_print_may_be_pinned(text: str) -> None:
     assert parse_lines([pin.flag]) == read_asked({UP: text})
 
 
+@pytest.mark.heavy
 def test_a_plan_is_what_its_own_printed_specs_pin() -> None:
     free = planned().plan
     printed = {name: spec_text(spec, free.shapes[name]) for name, spec in free.arguments.items() if free.shapes[name]}
