@@ -335,7 +335,9 @@ def test_an_axis_that_nothing_binds_is_named():
     def step(w, x):
         return w - 0.1 * jax.lax.pmean(jax.grad(lambda w: ((x @ w) ** 2).mean())(w), "batch")
 
-    with pytest.raises(UserError, match=r"`step` has a collective over the axis `batch`, which only an enclosing jax\.pmap"):
+    with pytest.raises(
+        UserError, match=r"`step` has a collective over the axis `batch`, which only an enclosing jax\.pmap"
+    ):
         trace(step, (S((16, 8), F), S((4, 16), F)))
     bound = jax.vmap(step, in_axes=(None, 0), axis_name="batch")
     assert trace(bound, (S((16, 8), F), S((2, 4, 16), F))).results
