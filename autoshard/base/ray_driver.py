@@ -52,7 +52,10 @@ class _Driver:
     def connect(self, address: str, kind: str) -> None:
         """Connect to the cluster, or start one, and report each step: `reached`, `imported` and `joined`.
 
-        Raises `OSError` if the address is silent, and any error of Ray.
+        `reached` means that the address accepts TCP connections; for `OWN` nothing is checked. A `ray://` address
+        must then answer gRPC too, unless `RAY_USE_TLS` is set: Ray may then retry for ever.
+
+        Raises `OSError` if the address is silent, `ValueError` if it has no port, and any error of Ray.
 
         - `kind`: one of `OWN`, `NOTED` and `GIVEN`; the address is empty for `OWN`.
         """
@@ -81,7 +84,9 @@ class _Driver:
     def serve(self, setting: NodeSetting, most: int | None) -> None:
         """Run calls from stdin as Ray tasks, at most `most` at a time, until stdin ends.
 
-        Ray does not retry lost tasks (`max_retries=0`): the pool's caller receives the error and decides. Raises
+        Each call is a pair of number and data. Report its outcome with the number, in the order in which tasks end:
+        `value`, `failed` if the call raised, `lost` if its process died. The last two carry one line of text. Ray
+        does not retry lost tasks (`max_retries=0`): the pool's caller receives the error and decides. Raises
         `EOFError` when stdin ends.
 
         - `setting`: environment that the nodes adopt.
@@ -113,7 +118,8 @@ class _Driver:
 def main(address: str, kind: str) -> None:
     """Connect to Ray, report each step, then run calls until stdin ends.
 
-    After any error report `refused` with one line of text, and exit.
+    The first message on stdin carries the pickled arguments of `_Driver.serve`; all later ones are calls. After any
+    error, also one while calls run, report `refused` with one line of text, and exit.
     """
     driver = _Driver()
     when_stdin_ends(driver.leave)
@@ -128,7 +134,9 @@ def main(address: str, kind: str) -> None:
 
 
 def _place(address: str) -> tuple[str, int]:
-    """Return host and port of `HOST:PORT` or `ray://HOST:PORT`, the host without the brackets of IPv6."""
+    """Return host and port of `HOST:PORT` or `ray://HOST:PORT`, the host without the brackets of IPv6. Raises
+    `ValueError` if the port is missing or no number.
+    """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     return host.strip("[]"), int(port)
 

@@ -87,8 +87,9 @@ def configure_process() -> None:
 def obey_signals() -> None:
     """End the process soon after SIGINT or SIGTERM, by an exception that lets the command clean up.
 
-    If a library call does not return for minutes, the exception cannot be raised. A thread then exits the process after
-    `GRACE_S`. Children end with their stdin.
+    SIGTERM raises `Terminated`; the handler of SIGINT is not changed. If a library call does not return for minutes,
+    the exception cannot be raised. A thread then exits the process after `GRACE_S`, unless the command has its own
+    handler of that signal. Children end with their stdin. Outside the main thread nothing is changed.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -105,9 +106,10 @@ def _terminate(*_: object) -> None:
 
 
 def _end_in_time(signals: int) -> None:
-    """Exit the process `GRACE_S` after SIGINT or SIGTERM, with 128 and the signal's number as the code.
+    """Exit the process `GRACE_S` after the first SIGINT or SIGTERM, with 128 and the signal's number as the code.
 
-    Python writes a signal's number to the descriptor `signals` at once, long before the main thread handles the signal.
+    If the command has its own handler of that signal, return instead; later signals are then not watched. Python
+    writes a signal's number to the descriptor `signals` at once, long before the main thread handles the signal.
     """
     while (number := os.read(signals, 1)[0]) not in (signal.SIGINT, signal.SIGTERM):
         continue
@@ -143,7 +145,8 @@ def exit_after_signal(code: int) -> int:
 def configure_files() -> None:
     """Set the folder of libraries' temporary files to one that is deleted with this process, even if a signal ends it.
 
-    It is separate from `configure_process`, since `tempfile` takes long to import.
+    Nothing is changed if the process is not the command's own, or if no temporary folder can be had. It is separate
+    from `configure_process`, since `tempfile` takes long to import.
     """
     if _own and (folder := temporary_folder()) is not None:
         import tempfile

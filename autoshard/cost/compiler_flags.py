@@ -148,10 +148,12 @@ def flag_set(name: str, chip: Chip) -> tuple[str, ...]:
 
 
 def chosen_flags(given: str | Iterable[str] | None, chip: Chip) -> tuple[tuple[str, ...], str]:
-    """Return the flags of a step, and their source: the name of a set or of variables, "" for explicit flags.
+    """Return the flags of a step, and their source: the name of a set, or of the variables that have flags, else "".
 
-    Without `given`, a step for TPUs runs with the TPU flags of `XLA_FLAGS` and with those of `LIBTPU_INIT_ARGS`, which
-    count more. A step for another backend then has no flags. Raises: UserError as `read_flags` and `flag_set` do.
+    `given` is the name of a set, or flags as `read_flags` reads them. Without `given`, a step for TPUs runs with the
+    TPU flags of `XLA_FLAGS` and with those of `LIBTPU_INIT_ARGS`, which count more. Words such as `NAME=value` in
+    the latter are left out. A step for another backend then has no flags. The source is "" for explicit flags, and
+    if the variables have none. Raises: UserError as `read_flags` and `flag_set` do.
     """
     name = " ".join(given) if isinstance(given, list | tuple) and len(given) == 1 else given
     if isinstance(name, str) and name.strip() in FLAG_SETS:
@@ -178,9 +180,10 @@ def _words(variable: str) -> list[str]:
 def with_flags(calibration: Calibration, flags: Iterable[str]) -> Flagged:
     """Return the figures of a chip for a step that is compiled with `flags` (of `read_flags`).
 
-    A flag changes a figure in its own direction only: one that hides more never lowers a share that is larger already.
-    A figure in the user's own calibration file overrides the flags. Flags for GPUs and CPUs change nothing and give one
-    note. Raises: UserError for a switch that is neither on nor off, and for a number that is none.
+    A flag changes a figure in its own direction only: one that hides more never lowers a share that is larger
+    already. A figure in the user's own calibration file overrides the flags. On GPUs and CPUs flags change nothing,
+    are not checked, and give one note. Raises: UserError for a switch that is neither on nor off, a number that is
+    none, and a clock state outside 0 to `HIGHEST_STATE`.
     """
     values = dict(flag.removeprefix("--").split("=", 1) for flag in flags)
     if not values:
@@ -207,7 +210,7 @@ def with_flags(calibration: Calibration, flags: Iterable[str]) -> Flagged:
 def _effects(settings: Mapping[str, str], chip: Chip, calibration: Calibration) -> dict[str, tuple[float, str]]:
     """Return each figure that the flags set: its value, and the reason as a sentence.
 
-    Reasons that begin with `no` lower the figure, all others raise it.
+    Reasons that begin with `no` lower the figure, all others raise it. Raises: UserError as `with_flags` does.
     """
     rules: dict[str, tuple[float, str]] = {}
     sparse = chip.sparse_core_collectives == BY_FLAG

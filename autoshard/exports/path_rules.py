@@ -55,9 +55,10 @@ _STATE = "optimizer state of its own; it is split like its parameter."
 
 @writes("rules")
 def rules_text(plan: Plan, sentence: str) -> str:
-    """Return the plan's code with rules for weights and other inputs of at least one dim; batch inputs get a table.
+    """Return the plan's code, with rules for weights and for inputs of the role `other`, if they have at least one dim.
 
-    `sentence` is the line on the predicted step.
+    Inputs of the role `batch` get a table. Optimizer state has no rules: in the code it matches the rule of a
+    parameter of the same name. `sentence` is the line on the predicted step.
     """
     specs = {
         name: spec

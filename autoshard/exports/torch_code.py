@@ -128,10 +128,11 @@ def distribute_inputs(mesh, **inputs):
 
 @writes("dtensor")
 def dtensor_text(plan: Plan, sentence: str) -> str:
-    """Return the plan's code for DTensor.
+    """Return the plan's code for DTensor: a mesh, and placements of parameters and inputs.
 
-    A tensor with a dim split by axes in another order than the mesh's is replicated. The first comment lines contain
-    the predicted step (`sentence`) and such omissions.
+    A tensor with a dim split by axes in another order than the mesh's is replicated. Ranks are laid out row-major
+    over the mesh, also if the plan has another device order. The first comment lines contain the predicted step
+    (`sentence`) and the decisions that the code does not express.
     """
     specs, lost = plan_parameters(plan)
     unlike: list[str] = []

@@ -29,7 +29,8 @@ def open_config(config: str, options: Mapping[str, Any], trace: Callable[[], Pro
     """Return the program of `hf:config` from disk, or else trace it by `trace` and store it.
 
     The key is the configuration's name and fields, the options, and versions of packages and sources. A program from
-    disk can be planned; its `fn` traces the model when it is called. Raises the errors of `trace`.
+    disk can be planned; its `args` are empty, and its `fn` traces the model when it is called. Raises the errors of
+    `read_config` and of `trace`.
 
     - `config`: text after `hf:`.
     - `options`: options of the step, which must be JSON values.
@@ -110,7 +111,7 @@ def _other_modules(program: Program) -> Iterator[tuple[str, bytes]]:
 
 
 def _decode(body: bytes, trace: Callable[[], Program]) -> Program:
-    """Return the program of an entry; its function and missing platforms are traced on demand.
+    """Return the program of an entry, with empty `args`; its function and missing platforms are traced on demand.
 
     Raises `ValueError`, `TypeError` or `KeyError` for an entry of another format.
     """

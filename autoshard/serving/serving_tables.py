@@ -198,9 +198,11 @@ _AGAIN = "make it again with `autoshard serve-plan ... --json`"
 def read_serving(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     """Return the object that `autoshard serve-plan --json` printed into a file.
 
-    None for a folder, a file that is missing or no JSON, and JSON of another kind.
+    None for a folder, a file that cannot be read or is no JSON, and JSON without all of `model`, `topology`,
+    `frontier` and `points`.
 
-    Raises `UserError` for such an object that is damaged or of an older version.
+    Raises `UserError` if points, chips, lengths or limits are damaged or of an older version. Other fields, such as
+    `best` and `frontier`, are not checked.
     """
     if Path(path).is_dir():
         return None

@@ -12,9 +12,9 @@ from autoshard.solver.problem import Problem
 def validate(problem: Problem) -> None:
     """Check shapes, types, offsets and ranges of every array of `problem`.
 
-    Costs may be negative. Usages may not, an interval must not start below 0 or end before it starts, and a usage limit
-    must be at least 1. Empty intervals and self edges are valid. Raises `UserError` naming the node, edge or term at
-    fault.
+    Arrays are int64, and there must be at least one node. Each node needs an alternative. Costs may be negative.
+    Usages may not, an interval must not start below 0 or end before it starts, and a usage limit must be at least 1.
+    Empty intervals and self edges are valid. Raises `UserError` naming the array, node, edge or term at fault.
     """
     arrays = {
         "node_offsets": 1,

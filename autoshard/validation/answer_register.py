@@ -28,7 +28,9 @@ LLAMA3_70B = Decoder(80, 8192, 28672, 64, 8, 128, 128256)
 
 
 def answers(name: str) -> Callable[[Callable[[Setting], float]], Callable[[Setting], float]]:
-    """Return a decorator that registers a function in `ANSWERS` under the question's id, and returns it unchanged."""
+    """Return a decorator that registers a function in `ANSWERS` under the question's id, and returns it unchanged. A
+    later function of the same id replaces the earlier one without an error.
+    """
 
     def register(function: Callable[[Setting], float]) -> Callable[[Setting], float]:
         ANSWERS[name] = function
@@ -38,9 +40,14 @@ def answers(name: str) -> Callable[[Callable[[Setting], float]], Callable[[Setti
 
 
 def chip_of(setting: Setting, default: str = "v5p") -> Chip:
-    """Return the chip that a question's setting names (`default` if none), with the rates that the setting states.
+    """Return the chip that a question's setting names (`chip`, else `default`), with the rates that the setting states.
 
     Rates are in FLOP/s and B/s, memory in bytes; rates that are not stated are those of the chip's file.
+
+    - `flops` or `C`, `int8_ops`: peak rates of bf16 and of int8.
+    - `hbm_bw`, `hbm`, `vmem_bw`: rate and bytes of the memory, and rate of VMEM.
+    - `link_oneway`, or `W_bidi` for the sum of both directions: rate of a link.
+    - `W_dcn`, `pcie`: rates of a chip to the network and to its host.
     """
     chip = load_chip(setting.get("chip", default))
     peaks = dict(chip.peak_flops_per_s)

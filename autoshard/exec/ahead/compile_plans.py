@@ -88,8 +88,9 @@ def compile_plan(program: Program, plan: Plan, time_limit: float = 600.0, *, qui
     - `quick`: end libtpu before it writes machine code, which takes most of its time. All figures of the report are
       known by then, but a kernel that the code generator refuses goes unnoticed. GPUs always compile completely.
 
-    The compiler runs in a subprocess, which is gone afterwards in every case. Raises `UserError` if the compiler is
-    missing, refuses the topology or exceeds `time_limit`, or if the program is not the plan's.
+    A program that does not fit gives a report too. The compiler runs in a subprocess, which is gone afterwards in
+    every case. Raises `UserError` if the compiler is missing, refuses the topology or exceeds `time_limit`, or if
+    the program is not the plan's.
     """
     program = verify_program(program, plan)
     return report(program, plan, compile_without_devices(program, plan, time_limit, quick))
@@ -154,9 +155,12 @@ def compile_plans(
 def report(program: Program, plan: Plan, compiled: Compiled) -> CompileReport:
     """Return the report of a compiled program (see `compile_plan`).
 
-    It does not fit if the compiler gave no text, or if a GPU's peak exceeds the usable memory. It fits only with remat
-    if the text has instructions that the compiler rematerialised. Unknown trip counts, missing machine code and
-    unexpected FLOPs become warnings.
+    It does not fit if the compiler gave no text, or if a GPU's peak exceeds the usable memory. An unknown peak
+    counts as fitting. It fits only with remat if the text has instructions that the compiler rematerialised.
+    `over_bytes` is 0 without text if the compiler gave no figures.
+
+    Involuntary full rematerializations become a warning. With a text, so do unknown trip counts, missing machine
+    code and unexpected FLOPs.
     """
     prediction = plan.prediction
     common = {
@@ -225,7 +229,11 @@ def _warnings(log: str) -> tuple[str, ...]:
 
 
 def compile_figures(result: CompileReport) -> dict[str, Any]:
-    """Return the JSON object of `autoshard compile --json`; `time` and `flops` are None without compiled text."""
+    """Return the JSON object of `autoshard compile --json`.
+
+    Without compiled text `time`, `flops`, `model_flops_ratio` and all of `step_time_s` but `predicted` are None. The
+    compiled `host_bytes` are None if the compiler gave no memory.
+    """
     axes = sorted({*result.wire_predicted, *result.wire_compiled})
     timed = result.estimate
     return {

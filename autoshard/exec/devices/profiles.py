@@ -144,8 +144,8 @@ def _text(value: Any) -> str:
 def _fields(data: Any) -> Iterator[tuple[int, Any]]:
     """Yield the number and value of each field of an encoded protobuf message, in file order.
 
-    A varint is a whole number, unsigned; all other types are their raw bytes. Raises `ValueError` for an unknown wire
-    type and for a truncated field.
+    A varint is a whole number, unsigned; all other types are their raw bytes. Raises `ValueError` for an unknown
+    wire type and for raw bytes that are cut off, and `IndexError` for a varint that is cut off.
     """
     place, end = 0, len(data)
     while place < end:

@@ -65,11 +65,15 @@ class TorchPlan:
         return model
 
     def xla_mesh(self) -> Any:
-        """Return the plan's `torch_xla.distributed.spmd.Mesh` with named axes."""
+        """Return the plan's `torch_xla.distributed.spmd.Mesh` with named axes, over the devices that are here. Raises
+        as `xla_devices` does if they are not those of the plan's topology.
+        """
         return self._live_mesh().mesh
 
     def _live_mesh(self) -> "LiveMesh":
-        """Return the plan's mesh, in its own order of devices, over the devices that are here."""
+        """Return the plan's mesh, in its own order of devices, over the devices that are here. Raises as `xla_devices`
+        does if they are not those of the plan's topology.
+        """
         from autoshard.exec.torch_xla_hook.planning.runtime_topology import xla_devices
         from autoshard.exec.torch_xla_hook.values.live_marks import LiveMesh
 

@@ -176,9 +176,11 @@ def _first_uses(graph: OpGraph, users: dict[int, list[int]]) -> dict[int, int]:
 
 
 def _spans(graph: OpGraph, ops: list[Op], at: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield for every loop the first op of its body and one past the last, nested loops included.
+    """Yield for every loop, in the graph's order, the first op of its body and one past the last, nested loops
+    included.
 
-    `ops` are the renumbered ops, `at` their new ids by old id. A loop without ops has an empty span at its old place.
+    `ops` are the renumbered ops, `at` their new ids by old id. A loop without ops has an empty span at the new id of
+    the op at which it started.
     """
     spans: dict[int, tuple[int, int]] = {}
     for op in ops:

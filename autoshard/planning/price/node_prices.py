@@ -101,8 +101,9 @@ class NodePricer:
     def add_clusters(self) -> None:
         """Add a node for every cluster: its states, the time of its fusions' memory traffic, and its buffers.
 
-        Traffic of heavy ops is left to their own nodes. Launches add their overhead to the compute time. A cluster with
-        a softmax has the time and the buffers of the softmax instead.
+        States that the program's constraints, a cut axis or the axis of stages exclude are left out. Traffic of
+        heavy ops is left to their own nodes, except that of `FOLDED_OPS`. Launches add their overhead to the compute
+        time. A cluster with a softmax has the time and the buffers of the softmax instead.
         """
         traffic: dict[int, dict[int, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
         for fusion in self.liveness.fusions:
@@ -158,8 +159,9 @@ class NodePricer:
         """Return by cluster and block the count of fusions in one step, each at the cluster of its first written
         tensor.
 
-        Backends without launch costs (CPUs) have none. Fusions that write single elements are left out: a TPU runs them
-        on its scalar core, overlapped with other work. Heavy ops and fused siblings are left out too.
+        Backends without launch costs (CPUs) have none. Fusions that write single elements are left out: a TPU runs
+        them on its scalar core, overlapped with other work. Fused siblings, and heavy ops other than `FOLDED_OPS`,
+        are left out too.
         """
         counts: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         if not self.compute.topology.traits.launches:
@@ -230,9 +232,9 @@ class NodePricer:
     def uncharged_seconds(self, op: int, tensor: int, rows: States, columns: States, is_result: bool) -> Seconds | None:
         """Return the seconds that a softmax credits to an adjacent matmul but that the matmul was never charged.
 
-        The tables of a softmax's cluster subtract tensors that are not stored from the matmuls' traffic. A matmul whose
-        own state splits the tensor finer was charged for fewer bytes. The result is [rows, columns] for one execution,
-        None if nothing is subtracted or the op is no heavy one.
+        The tables of a softmax's cluster subtract tensors that are not stored from the matmuls' traffic. A matmul
+        whose own state splits the tensor finer was charged for fewer bytes. The result is [rows, columns] for one
+        execution. It is None if no pair of states has such seconds, or if the op is no heavy one.
 
         - `op`, `tensor`: the matmul, and its operand or result.
         - `rows`, `columns`: states of the tensor at the source and at the target of the reshard.
@@ -283,7 +285,8 @@ class NodePricer:
     def group_sizes(self, cluster: int, factors: Iterable[int]) -> list[int]:
         """Return for each factor the size that an axis must divide to split the factor's dim group evenly.
 
-        The size is 1 for factor -1, which stands for none. The list is empty if no axis is cut.
+        The size is 1 for factor -1, which stands for none, and for a group without a size in `axis_parts`. The list
+        is empty if no axis is cut.
         """
         if self.axis_parts is None:
             return []
@@ -291,8 +294,10 @@ class NodePricer:
         return [sizes.get(of[(cluster, f)], 1) if f >= 0 else 1 for f in factors]
 
     def factor_group_sizes(self, op: Op) -> list[int]:
-        """Return the same sizes for the factors of an op: for each, the common divisor of its own size and of its dims'
-        groups.
+        """Return for each factor of an op the common divisor of its own size and of the group sizes of its dims.
+
+        Dims of several factors, and groups of size 1, do not count. An axis must be cut (`axis_parts`), and the op
+        must have a rule.
         """
         assert op.rule is not None
         sizes = list(op.rule.sizes)
@@ -346,9 +351,10 @@ class NodePricer:
     def memory_kind(self, cluster: int, tensor: int, start: int, stop: int) -> str:
         """Return the kind of memory that a buffer counts as.
 
-        An argument is `parameters`, `optimizer_state` or `batch`, except a converted copy of it (`temporaries`). Values
-        in clusters of updates are `gradients`. Others are `activations` if they outlive a loop or are carried by one,
-        else `temporaries`.
+        An argument is `parameters`, `optimizer_state` or `batch`, except a converted copy of it (`temporaries`). A
+        value that a loop carries, and that starts as a parameter or optimizer state, has the kind of that argument.
+        Other values in clusters of updates are `gradients`. All else is `activations` if it lives from before a loop
+        until after it, or is carried by one, else `temporaries`.
         """
         role = self.roles.get(tensor)
         if role is not None and (tensor, start, stop) in self.liveness.widths:

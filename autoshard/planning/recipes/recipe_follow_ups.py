@@ -70,7 +70,9 @@ class Search(Protocol):
 
     @property
     def best(self) -> tuple[RecipeTried, Made] | None:
-        """The best recipe and its plan; None if none could be planned."""
+        """Recipe with the least predicted time an element of the batch, among those that fit, and its plan; None if
+        none fits.
+        """
         ...
 
     def plan(
@@ -90,9 +92,12 @@ def mix_remats(search: Search, remats: Sequence[str]) -> None:
     """Plan mixtures of the best recipe's remat policy with each policy that computes less and does not fit, on the best
     mesh.
 
-    A binary search finds the fewest layers that keep the slower policy, to within `FINENESS`. Fewer recomputing layers
-    are faster until short memory forces other splits of the tensors. `remats` lists policies, those that compute less
-    first; nothing is done for a best policy outside of it.
+    A binary search finds the fewest layers with the slower policy whose plan is a new best, to within `FINENESS`.
+    Fewer recomputing layers are faster until short memory forces other splits of the tensors. Nothing is done if the
+    number of layers is unknown, or for a best policy that is not in `remats`.
+
+    - `search`: must have a best recipe, and exactly one row for each faster policy in its place, else `ValueError`.
+    - `remats`: policies, those that compute less first.
     """
     assert search.best is not None
     row, result = search.best
@@ -117,9 +122,14 @@ def compose_remat(search: Search, remats: Sequence[str]) -> bool:
     """Plan the policy forecast to be best among the values that layers may save or offload; return True if it is the
     new best.
 
-    The policy is forecast from the plan of the best recipe with full recomputation, which is planned first if that was
-    pruned. It is planned on that plan's mesh if the forecast gains `WORTH_PLANNING`. A plan that does not fit is
-    retried for less memory, at most `RETRIES` plans in all.
+    The policy is forecast from the plan of the best recipe with full recomputation. If that was pruned and `remats`
+    has `full`, it is planned first. This replaces its row in `search.tried`, and may make it the best.
+
+    The forecast policy is planned on that plan's mesh if it is faster than the best recipe by `WORTH_PLANNING`. A
+    plan that does not fit is retried for less memory, at most `RETRIES` plans in all. Return False without planning
+    it if there is no plan of full recomputation, or no value can be saved.
+
+    - `search`: must have a best recipe.
     """
     assert search.best is not None
     base = search.best[0].recipe.but(remat=FULL)
@@ -147,10 +157,11 @@ def compose_remat(search: Search, remats: Sequence[str]) -> bool:
 
 
 def offload_inputs(search: Search, remats: Sequence[str]) -> bool:
-    """Plan the recipe of least memory with layer inputs offloaded to the hosts, where no recipe fits; return True if it
-    fits.
+    """Plan the last recipe of `search.tried` with full recomputation and layer inputs offloaded to the hosts; return
+    True if it is the new best.
 
-    Return False without planning if `remats` lacks `full`, if no inputs can be saved, or for devices other than TPUs.
+    Callers use it if no recipe fits and the last row is the recipe of least memory; neither is checked. Return False
+    without planning if `remats` lacks `full`, if no inputs can be saved, or for devices other than TPUs.
     """
     last = search.tried[-1].recipe
     if FULL not in remats or INPUT not in search.savable or not search.topology.traits.compiles_ahead:
@@ -178,10 +189,10 @@ def add_gradient_groups(search: Search) -> None:
 
 
 def _gradient_group_counts(plan: Plan, slices: int) -> list[int]:
-    """Return the numbers of gradient groups worth trying, rising and above 1: by slice, and by the axes that split the
-    batch.
+    """Return the numbers of gradient groups worth trying, rising and above 1; empty if there are none.
 
-    If no axis splits the batch, the groups follow the first axes of the mesh, one more axis each time.
+    One is the number of slices, one the product of all axes that split the first dim of batches. If no axis splits
+    it, the products of the mesh's first axes are used, one more axis each time.
     """
     batches = [spec for name, spec in plan.arguments.items() if plan.roles[name] == Role.BATCH and spec.dims]
     split = {axis for spec in batches for axis in spec.dims[0]}

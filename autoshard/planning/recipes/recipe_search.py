@@ -62,14 +62,15 @@ def plan_recipes(
     """Return the recipe that fits and has the least expected time per element of the batch, with its plan.
 
     - `make`: gives the program of a recipe.
-    - `choices`: values of each choice. Values that compute less should come first, since the earlier recipe wins a tie.
+    - `choices`: values of each choice. Values that compute less should come first, since the earlier recipe wins a
+      tie.
     - `options`, `running`: options of each plan, and circumstances that change none.
     - `of_source`: True if the choices are those of `source_choices`, which allow more pruning (below).
 
-    Every recipe is planned with its own mesh and sharding. A recipe is skipped if a lower bound on every mesh exceeds
-    the best time so far, or if its values fit on no mesh. The bound is the time of its arithmetic, or of its ops
-    without any communication. A search over meshes solves no mesh that cannot beat the best recipe, and cuts no axis in
-    two on it.
+    Every recipe is planned with its own mesh and sharding. A recipe is skipped if a lower bound on every mesh
+    exceeds the best time so far, or if its values fit on no mesh. The bound is the time of its arithmetic, or of its
+    ops without any communication. A search over meshes solves no mesh that cannot beat the best recipe, and cuts no
+    axis in two on it.
 
     With `of_source` these recipes are skipped too:
 
@@ -81,15 +82,15 @@ def plan_recipes(
     - pipelines, and their meshes, that bounds or the limits of `PipelineMeshes` exclude.
 
     With `of_source` the search then composes a remat policy value by value: it forecasts the policy from the plan of
-    `full` and plans it. If that policy is not faster, the search mixes the best policy with each one that computes less
-    and does not fit. A mixture uses the slower policy in as few layers as still pay. At last, gradient groups are tried
-    if they are open.
+    `full` and plans it. If that policy is not faster, the search mixes the best policy with each one that computes
+    less and does not fit. A mixture uses the slower policy in as few layers as still pay. At last, gradient groups
+    are tried if they are open.
 
     The plan's words report the other recipes, and its provenance (`recipe`) lists all of them. Wall times cover all
     recipes.
 
-    Raises the last recipe's `InfeasibleError` if no recipe fits, even with layer inputs offloaded to the hosts. Raises
-    `UserError` as `RecipeSearch.plan` does.
+    Raises the last planned recipe's `InfeasibleError` if no recipe fits. With `of_source` it first tries to offload
+    layer inputs to the hosts. Raises `UserError` as `RecipeSearch.plan` does.
     """
     search = RecipeSearch(make, options, running or Running(), of_source)
     search.counts = tuple(choices.get("microbatches", ()))
@@ -193,6 +194,9 @@ class RecipeSearch:
         - `forecast`: forecast of the recipe, recorded in its row.
         - `force`: if True, skip all pruning checks and plan the recipe in any case, without a rival.
         - `instead`: options that replace those of the search.
+
+        A new best replaces `best`, and its problem the file of `save_problem`. Attributes `layers`, `savable` and
+        `stacks` become those of the recipe's program.
 
         Raises `UserError` if the recipe cannot be made or planned. For a source, only the first recipe raises it.
         Raises `InfeasibleError` if `make` does; a plan that does not fit gives a row and sets `refused`.
@@ -338,8 +342,8 @@ class RecipeSearch:
         """Return lower bounds of all plans, seconds of a step and bytes of the peak, and the outcome that rules the
         recipe out.
 
-        The outcome is None if the recipe may win. Meshes are bounded only until one may fit and be faster. Bytes are 0
-        if no mesh was bounded.
+        The outcome is None if the recipe may win. Meshes are bounded only until one may fit and be faster: the bytes
+        are then a bound for that mesh alone. Bytes are 0 if no mesh was bounded.
 
         - `recipe`, `program`: recipe and its program; the arithmetic of one without stages is stored.
         - `options`: options with which it would be planned.

@@ -135,7 +135,11 @@ def _bounds(plan: Plan, spec: Spec, shape: tuple[int, ...], count: int) -> np.nd
 
 
 def _bytes(bounds: np.ndarray, bits: int) -> np.ndarray:
-    """Return the bytes of the elements between the bounds of `_bounds`, by device, each rounded up to whole bytes."""
+    """Return the bytes of the elements between bounds as of `_bounds`, by device, each rounded up to whole bytes.
+
+    Bounds that end before they begin, as of shards without a common part, give 0. A scalar has no dims, so that it
+    counts for every device, also outside of the plan.
+    """
     elements = np.maximum(bounds[1] - bounds[0], 0).prod(axis=0)
     return -(-elements * bits // 8)
 
@@ -155,8 +159,8 @@ def _read_by_host(bounds: np.ndarray, sizes: np.ndarray, host_of: np.ndarray) ->
 def _hosts(topology: Topology, count: int | None) -> np.ndarray:
     """Return the number of the host of every device, in order of their first device.
 
-    With `count`, hosts have equally many devices in a row; raises `UserError` if `count` does not divide them. Without,
-    hosts are the topology's; a chip without a known host shape has one.
+    With `count`, hosts have equally many devices in a row; raises `UserError` if `count` does not divide them.
+    Without, hosts are the topology's. If the chip's host shape is unknown, all devices are on one host.
     """
     devices = topology.num_devices
     if count is not None:

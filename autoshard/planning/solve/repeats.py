@@ -55,10 +55,12 @@ class Repeats:
         return None if choices is None else choices[self.first]
 
     def allowed(self, allowed: Allowed | None) -> Allowed | None:
-        """Convert masks of allowed alternatives from nodes to classes, intersected with `closed`.
+        """Convert masks of allowed alternatives from nodes to classes, intersected with `closed`; None, for no masks,
+        gives `closed`.
 
-        None if nodes of a class have different masks, or if a class has no alternative left. A node without a mask
-        differs from one with a mask.
+        The result is None if decisions cannot be shared: nodes of a class have different masks, or a class has no
+        alternative left. Such a None does not stand for no masks. A node without a mask differs from one with a
+        mask.
         """
         masks: dict[int, NDArray[np.bool_]] = dict(self.closed)
         marks = {n: mask.tobytes() for n, mask in (allowed or {}).items()}
@@ -175,8 +177,9 @@ def _refine_colours(
 def _twins_apart(colours: Sequence[int], alike: _Numbers) -> list[int]:
     """Separate nodes of one layer that refinement cannot, such as queries and keys, which need not choose the same.
 
-    Most classes have one node in each layer. A class with several times as many nodes has several in each layer, and
-    they alternate. The number of layers is the most frequent size of classes with several nodes, the least on a tie.
+    Most classes have one node in each layer. A class with more nodes than layers has as many in each layer as their
+    rounded ratio, and they alternate in the order of nodes. The number of layers is the most frequent size of
+    classes with several nodes, the least on a tie. If no class has several nodes, the colours are unchanged.
     """
     counts = Counter(colours)
     usual = Counter(count for count in counts.values() if count > 1).most_common(1)

@@ -73,8 +73,8 @@ def hf_eager(
 def _loss(module: Any, out: Any, labels: Any) -> Any:
     """Compute the scalar loss that a step of the model minimises, as `Objective.of` chooses it.
 
-    It is the cross entropy of logits with labels if both exist, else the model's own loss. Without one it is the mean
-    of squares of the first output.
+    It is the cross entropy of logits with labels if both exist, else the model's own loss. Without one it is the
+    mean of squares of the first output. Labels are compared with the logits of the same position, without a shift.
     """
     import torch
 
@@ -91,8 +91,9 @@ def _loss(module: Any, out: Any, labels: Any) -> Any:
 def reduced_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a configuration with fewer layers, heads and experts, narrower widths and a smaller vocabulary.
 
-    Nested configurations are reduced too. Fields below the limits are unchanged; special tokens stay in the vocabulary.
-    Equal numbers of query and key-value heads stay equal.
+    Nested configurations are reduced too. Fields below the limits are unchanged. Equal numbers of query and
+    key-value heads stay equal. The ids of the common special tokens stay in the vocabulary. Lists of ids do not, and
+    neither do ids in a mapping other than that of `vocab_size`.
     """
     reduced = copy.deepcopy(dict(fields))
     for key, value in fields.items():
@@ -117,7 +118,11 @@ def reduced_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def form_words(model: Any) -> str:
-    """Describe a reduced model by its layers, width and dtype, as in `4 layers of width 128, in float32`."""
+    """Describe a reduced model by the layers and the width of its text part, as in `4 layers of width 128, in float32`.
+
+    The dtype is always `float32`: that of the model is not read. Without known fields the text is `fewer parameters,
+    in float32`.
+    """
     config = model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     layers = [getattr(text, key) for key in ("num_hidden_layers", "num_layers", "n_layer") if hasattr(text, key)]
@@ -163,8 +168,12 @@ class Objective:
     def of(self, out: Any, labels: Any) -> Any:
         """Return the scalar loss of the outputs `out`; `labels` is None without labels.
 
-        Changes `classes`, and may extend the notes. Raises `OtherLabels` if the outputs need labels of another shape,
-        or none. Raises `UserError` for a model without a head or without floating outputs.
+        It is the token loss of `logits` and labels if both exist, and the outputs' own `loss` if there are neither
+        logits nor labels. Otherwise it is the mean of squares of the first floating output, also for logits without
+        labels; a note says so once.
+
+        Changes `classes` for a token loss only. Raises `OtherLabels` if the outputs need labels of another shape, or
+        none. Raises `UserError` without logits, own loss and head, and without floating outputs.
         """
         import jax
         import jax.numpy as jnp

@@ -91,15 +91,16 @@ def decoder_program(
 
     Its `model_flops` are three times those of the forward pass: recomputation does not count.
 
-    - `remat`: `none` or a key of `SAVED`. `saves` replaces the values of that key that a layer saves in addition to its
-      input; with `saves`, `none` recomputes all else too.
+    - `remat`: `none` or a key of `SAVED`. `saves` replaces the values of that key that a layer saves in addition to
+      its input; with `saves`, `none` recomputes all else too.
     - `offloads`: values that a layer stores in its host's memory, from `SAVABLE` or `input`, saved ones or others.
-    - `attention`: `flash`, `splash` (jax's kernel for TPUs), or `plain`, which materialises all scores. `flash` can be
-      planned and priced but neither run nor compiled (`flash_attention`).
+    - `attention`: `flash`, `splash` (jax's kernel for TPUs), or `plain`, which materialises all scores. `flash` can
+      be planned and priced but neither run nor compiled (`flash_attention`).
     - `exchange`: exchange of attention if a plan splits the sequence, one of `EXCHANGES`.
     - `balanced`: True if tokens are in zig-zag order, so that all parts of a sequence have equal work. The `flash`
       kernel is priced accordingly.
     - `blocks`: block sizes of the attention kernels.
+    - `optimizer`: name of the optimizer, as `train_step.make_optimizer` reads it; `name`: name of the program.
     - `routing`: exchange of the experts' tokens, see below; `capacity_factor` and `expert_kernels` belong to it.
     - `accumulation`: number of microbatches, computed in sequence. Their gradients and losses are averaged.
     - `compute_dtype`: dtype in which layers compute.
@@ -108,9 +109,9 @@ def decoder_program(
     - `gradients`: dtype to which gradients are rounded for the optimizer; None to leave them unchanged.
     - `stack_axis`: dim of stacked parameters that counts layers, 0 or 1.
     - `scanned`: False to unroll the layers, each with its own parameters.
-    - `gathered_on`: a `jax.sharding.AbstractMesh` on which a layer's weights are gathered once, in `compute_dtype`. The
-      gathered weights are saved for the backward pass. On a mesh with an axis `model` the partitioner chooses their
-      sharding, so that they may stay split over that axis. None for no constraint.
+    - `gathered_on`: a `jax.sharding.AbstractMesh` on which a layer's weights are gathered once, in `compute_dtype`.
+      The gathered weights are saved for the backward pass. On a mesh with an axis `model` the partitioner chooses
+      their sharding, so that they may stay split over that axis. None for no constraint.
     - `gradient_groups`: number of parts of a microbatch with separate gradients until all microbatches are done.
     - `whole_on`: abstract mesh on which every device then has the averages whole; None for no constraint.
     - `pipeline`: stages made from the layers, except the first dense ones of a model with experts. Each of the
@@ -121,14 +122,16 @@ def decoder_program(
     - `dropless`: all tokens are sorted and multiplied by group (`jax.lax.ragged_dot`).
     - `kernels`: the tokens of each sequence are sorted. Grouped matmuls by `expert_kernels` can be planned and priced
       only.
-    - `capacity`: each expert has `capacity_factor` times its mean number of tokens as slots in every sequence. Further
-      tokens are dropped. With a factor of 1 the matmuls are those of a dropless run whose devices sort their own
-      tokens.
+    - `capacity`: each expert has `capacity_factor` times its mean number of tokens as slots in every sequence.
+      Further tokens are dropped. With a factor of 1 the matmuls are those of a dropless run whose devices sort their
+      own tokens.
     - `sorted`: the tokens of each sequence are sorted, in `sorted:8` into 8 groups of experts; none is dropped.
     - `ragged:8`: the form of that name of `parse_experts`.
 
-    Raises `UserError` for an unknown `remat`, value to save, `attention` or `routing`, or for sizes that do not divide.
-    Offloads without remat, and a pipeline with `gathered_on` or unrolled layers, raise it too.
+    Raises `UserError` for an unknown `remat`, `attention` or `routing`, and for an unknown value to save or offload.
+    Sizes that do not divide, and more active experts or dense layers than there are, raise it too. So do a
+    `stack_axis` other than 0 and 1, and latent attention with unequal numbers of heads and key-value heads. Offloads
+    without remat, and a pipeline with `gathered_on` or unrolled layers, raise it too.
     """
     import jax
 
@@ -400,7 +403,8 @@ def _layer(
 def _gathered(weight: Any, how: _LayerOptions) -> Any:
     """Return a weight in the compute dtype, whole on every device; its gradient may be split like the parameter.
 
-    On a mesh with an axis `model` all dims are left to the partitioner instead.
+    `how.gathered_on` must not be None. On a mesh with an axis `model` all dims are left to the partitioner instead.
+    The result is named `_WEIGHTS`, so that a remat policy can save it.
     """
     import jax
     from jax.ad_checkpoint import checkpoint_name

@@ -47,6 +47,9 @@ def attend(
     of these that is requested and possible is used: the cached kernel, a ring, cuDNN, splash, plain dots. Only plain
     dots take `sinks`, `padding` and `bias`.
 
+    With plain dots, a query that sees no key gets the mean of all values, or zeros if there are `sinks`. Plain dots
+    record their model FLOPs (`model_flops`) and mark the result for remat policies.
+
     Raises `UserError` if the user named a kernel that cannot compute this attention.
     """
     import jax

@@ -78,8 +78,10 @@ def check_kernel(kernel: str) -> str:
 def attention_kernel(kernel: str, notes: list[str], exchange: str = "auto") -> Iterator[None]:
     """Set the kernel, of `KERNELS` or `GPU_AUTO`, that computes attention while inside.
 
-    `notes` receives the attentions for which `auto` uses no kernel. With the `exchange` `ring`, keys and values go
-    around a ring of devices, and `notes` receives the attentions for which this is impossible.
+    - `kernel`: name of the kernel, not checked here (`check_kernel`).
+    - `notes`: receives the attentions for which `auto` uses no kernel, and those that cannot use a requested ring.
+    - `exchange`: `ring` sends keys and values around a ring of devices; `gather` excludes the fused backward kernel
+      (`blocks_of`).
     """
     token = _chosen.set(_Chosen(kernel, notes, exchange))
     try:
@@ -92,10 +94,11 @@ def uses_splash(refused: str, idle: str) -> bool:
     """Return True if the splash kernel computes an attention: named, or with `auto` possible and a gain.
 
     - `refused`: reason why the kernel is impossible, or empty.
-    - `idle`: reason why the kernel would gain nothing, or empty; it counts for `auto` only, which notes either reason.
+    - `idle`: reason why the kernel would gain nothing, or empty; it counts for `auto` only, which notes either
+      reason.
 
-    Outside of `attention_kernel` it is False. Raises `UserError` if the user named a kernel that is impossible,
-    `cached` included.
+    Outside of `attention_kernel` it is False. Raises `UserError` if the user named splash and it is impossible. It
+    also does so, in every case, if the user named `cached`: this attention has no cache.
     """
     chosen = _chosen.get()
     if chosen is None or chosen.kernel in ("plain", "cudnn", GPU_AUTO):
@@ -111,13 +114,14 @@ def uses_splash(refused: str, idle: str) -> bool:
 
 
 def uses_cached(refused: str, idle: str) -> bool | None:
-    """Return True if the cached kernel computes an attention over a cache; None if the user named another kernel.
+    """Return True if the cached kernel computes an attention over a cache; None with any kernel but `cached` and
+    `auto`.
 
     - `refused`: reason why the kernel is impossible, or empty.
     - `idle`: reason why the kernel would gain nothing, or empty; it counts for `auto` only.
 
-    Outside of `attention_kernel` it is None. It is False if `auto` finds either reason, which becomes a note.
-    Raises `UserError` if the user named the kernel and it is impossible.
+    Outside of `attention_kernel` it is None. It is False if `auto` finds either reason, which becomes a note. Raises
+    `UserError` if the user named the kernel and it is impossible.
     """
     chosen = _chosen.get()
     if chosen is None or chosen.kernel not in ("cached", "auto"):
@@ -250,9 +254,11 @@ def padded(length: int, block: int) -> int:
 def blocks_of(length: int, keys: int, causal: bool, window: int | None, size: int) -> KernelBlocks:
     """Return the default blocks of the kernels: squares, with the side from `block_of`.
 
-    One fused backward kernel has five matmuls over the scores, two kernels have seven. But the fused kernel writes a
-    part of the queries' gradient for each block of keys, and does not skip blocks outside of a window. It also computes
-    all gradients of a shard from all of its queries. A sequence whose keys are gathered could therefore not be split.
+    The backward kernel is fused if there is no window and keys have at most `_PARTS` blocks, unless
+    `attention_kernel` has the exchange `gather`. One fused kernel has five matmuls over the scores, two kernels have
+    seven. But the fused kernel writes a part of the queries' gradient for each block of keys, and does not skip
+    blocks outside of a window. It also computes all gradients of a shard from all of its queries. A sequence whose
+    keys are gathered could therefore not be split.
     """
     side = block_of(length, keys, causal, window, size)
     chosen = _chosen.get()
@@ -279,10 +285,15 @@ def splash_attention(
     - `causal`, `window`, `softcap`: masks and bound of the scores. Causal queries see the last `window` keys, others
       the keys less than `window` away. The last query is at the last key.
     - `scale`: factor of the scores; None for D ** -0.5.
-    - `blocks`: blocks of the kernels, by default those of `blocks_of`; sequences are padded to a multiple of all.
+    - `blocks`: blocks of the kernels, by default those of `blocks_of`. They are shortened to the sequences, rounded
+      up to `LANES`; sequences are padded to a multiple of all.
 
-    The kernel covers the heads of a group and is mapped over batch and key-value heads, so that all three can be split.
-    It runs on TPUs and compiles for them. It is interpreted unless JAX has started with a TPU (`interpreted`).
+    It records the model FLOPs of the visible scores (`model_flops`). It does not check that the attention is
+    possible (`refusal`).
+
+    The kernel covers the heads of a group and is mapped over batch and key-value heads, so that all three can be
+    split. It runs on TPUs and compiles for them. It is interpreted unless JAX has started with a TPU
+    (`interpreted`).
     """
     import jax
     import jax.numpy as jnp

@@ -143,6 +143,8 @@ def _collapsed(made: "networkx.MultiDiGraph", nodes: list[str], section_of: dict
     """Group the nodes into boxes: heavy ops with their preparation, and connected light ops between them.
 
     Light ops join if they are in one section, at the same depth of heavy ops, and pass a tensor that is no scalar.
+    Over a scalar they join only if both have scalars alone as operands and results. Groups that need each other
+    become one box.
     """
     import networkx
 

@@ -47,9 +47,9 @@ def ops_data(plan: Plan) -> list[dict[str, Any]]:
 
 
 def ops_summary(plan: Plan) -> dict[str, Any] | None:
-    """Return the total seconds of the op table's rows, and their share of the step, at most 1.
+    """Return `compute_s` and `waited_s` of all rows of the op table, their `share` of the step, and the chip's name.
 
-    None for a plan that does not know its ops.
+    The share is at most 1, and 1 for a step without time. None for a plan that does not know its ops.
     """
     if not plan.ops:
         return None

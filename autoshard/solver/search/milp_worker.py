@@ -69,6 +69,11 @@ class PartSolver:
     """The child process, or its successor; all jobs restrict one graph."""
 
     def __init__(self, graph: Graph, names: list[int], flat: Flat):
+        """Prepare a child process for the jobs of `graph`.
+
+        - `names`: node of `graph` for each node of `flat`.
+        - `flat`: arrays of the same nodes and edges; slacks and flat choices of jobs follow their order.
+        """
         self._sizer = _Sizer(graph, names, flat)
         self._process = SolverProcess(__name__)
 
@@ -102,6 +107,11 @@ class _Sizer:
     """Search for the slack limit that leaves a target number of entries after reductions; learns from earlier cuts."""
 
     def __init__(self, graph: Graph, names: list[int], flat: Flat):
+        """Start without cuts of `graph`: two guesses stand for the first ones.
+
+        - `names`: node of `graph` for each node of `flat`.
+        - `flat`: arrays of the same nodes and edges; slacks and flat choices of jobs follow their order.
+        """
         self.graph, self.names, self._flat = graph, names, flat
         self._seen: list[tuple[float, float]] = [(1.0, 0.01), (1e6, 1e5)]
         """(entries before reductions, entries after) of earlier cuts; the first two are guesses."""
@@ -150,6 +160,9 @@ class _Sizer:
     def _guess(self, target: float) -> float:
         """Return the entries before reductions that should leave `target`, interpolated in logarithms between earlier
         cuts.
+
+        If no earlier cut left more than `target`, extrapolate from the largest one in proportion, at most tenfold.
+        At the start two guesses stand for earlier cuts.
         """
         under = max((pair for pair in self._seen if pair[1] <= target), default=(1.0, 0.01))
         over = min((pair for pair in self._seen if pair[1] > target and pair[0] > under[0]), default=None)

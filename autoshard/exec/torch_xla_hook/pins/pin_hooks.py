@@ -191,7 +191,8 @@ class ModulePins:
     def _pins(self) -> CallPins | None:
         """Return the pins of the call that runs now; None if no plan is active or it has none for this module.
 
-        Calls beyond those of the planned step begin again with the first.
+        Calls after the last one that has pins begin again with the first. A new plan or step restarts the count of
+        calls.
         """
         now = self._now
         calls = None if now.plan is None else self._plans.get(now.plan)
@@ -217,7 +218,10 @@ class ModulePins:
             running.__exit__(None, None, None)
 
     def give(self, inputs: Any, output: Any) -> None:
-        """Pin the outputs of a call that has ended, and count the call."""
+        """Pin the values of a call that has ended, count the call, and add the current plan to `CurrentPlan.pinned`.
+
+        Values are its outputs, their gradients, and operands and results of its backward pass.
+        """
         pins = self._pins()
         self._number += 1
         if pins is not None and self._now.plan is not None:
