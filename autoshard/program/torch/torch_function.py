@@ -295,6 +295,26 @@ class TorchFunction:
         """
         return self._apply(params, args, kwargs, buffers or {}, then)
 
+    def _mixes_floats(self, params: Mapping[str, Any], buffers: Mapping[str, Any]) -> bool:
+        """Return True if the arguments have several floating dtypes, or a parameter another one than in the module.
+
+        A compute dtype, the option `param_dtype` and statistics in float32 do that, which eager torch may refuse.
+        """
+        import jax.numpy as jnp
+
+        if self.compute_dtype is not None:
+            return True
+        own = dict(self.module.named_parameters())
+        given = {
+            str(each.dtype)
+            for each in (*params.values(), *buffers.values())
+            if jnp.issubdtype(each.dtype, jnp.floating)
+        }
+        stored = {
+            str(own[names[0]].dtype).removeprefix("torch.") for names in self.weights().values() if names[0] in own
+        }
+        return len(given) > 1 or bool(stored and given - stored)
+
     def _apply(self, params: Any, args: Any, kwargs: Any, buffers: Any, then: Callable[[Any], Any]) -> Any:
         """Run the module inside all patches that a trace needs, and return `then(output)` as JAX values.
 
@@ -355,7 +375,7 @@ class TorchFunction:
             warnings.filterwarnings("ignore", message="Explicitly requested dtype .*int64")  # torch's ids have 64 bits
             stack.enter_context(canonical_modules())
             stack.enter_context(folding(self.folded))
-            stack.enter_context(mixed_floats(dtype is not None))
+            stack.enter_context(mixed_floats(self._mixes_floats(params, buffers)))
             length = _sequence_length(args, kwargs)
             stack.enter_context(capacity(self.capacity_factor, self.notes, self.experts, self.imbalance, length))
             stack.enter_context(attention_kernel(self.attention, self.notes, self.exchange))
