@@ -68,6 +68,11 @@ class Constant(nn.Module):
         return self.table((ids * self.get_buffer("factors")).long() % ROWS)
 
 
+class Sum(nn.Module):
+    def forward(self, ids, more):
+        return ids + more
+
+
 def check(module, *inputs, wide=True, **options):
     loss, gradients = eager_step(module, *inputs)
     program, traced, found = training_step(module, *inputs, **options)
@@ -176,3 +181,6 @@ def test_planned_steps_compute_the_same():
 def test_usual_models_have_none_of_it():
     for name in ("llama-tiny", "t5-tiny", "bert-tiny", "gemma2-tiny"):
         assert not any("64 bits" in note for note in open_source(f"hf:{name}", train=True).notes)
+    after_a_float = {"ids": torch.ones(1, dtype=torch.float64), "more": torch.arange(4) + 2**33}
+    with pytest.raises(UserError, match="input `more` holds 8589934595, and a planned step takes whole numbers of 32"):
+        from_torch(Sum(), (), after_a_float)

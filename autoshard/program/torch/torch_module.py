@@ -339,11 +339,11 @@ def torch_program(
 def _note_widths(function: TorchFunction, names: Sequence[str], inputs: tuple[Any, ...], kwargs: Any) -> None:
     """Record the dtypes and bounds of the tensors of a call in `function.inputs`, keyword arguments last.
 
-    The first input of float64 or complex128 widens the function to 64 bits, with a note, and ends the check.
+    An input of float64 or complex128 widens the function to 64 bits, with a note for the first.
 
     - `names`: names of `inputs`.
 
-    Raises `UserError` for whole numbers of more than 32 bits before that input.
+    Raises `UserError` for whole numbers of more than 32 bits.
     """
     import torch
     from torch.utils import _pytree
@@ -354,9 +354,9 @@ def _note_widths(function: TorchFunction, names: Sequence[str], inputs: tuple[An
     for path, leaf in tensors:
         reason = wide_integers.wide_reason(leaf)
         if reason.startswith("is"):
-            function.widen(f"an input {reason}")
-            break
-        if reason:
+            if not function.wide:
+                function.widen(f"an input {reason}")
+        elif reason:
             raise UserError(
                 f"input `{leaf_name(path)}` {reason}, and a planned step takes whole numbers of 32 bits: hash or "
                 "renumber them before the step."
