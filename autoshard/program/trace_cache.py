@@ -86,7 +86,6 @@ def _encode(program: Program) -> bytes:
             "pipeline",
             "notes",
             "exchange",
-            "lifted",
             "on_host",
             "platform",
         )

@@ -316,7 +316,7 @@ def torch_program(
         fill = example_values.fill(
             args, [a.name for a in program.arguments], [a.role for a in program.arguments], lambda _: id_limit
         )
-        make_args = fill if values is None else _with_values(fill, function, values, train is not None, params)
+        make_args = fill if values is None else _with_values(fill, function, values, params)
     inputs, model_flops = make_args, _model_flops(flops, train)
     twin = None
     if eager is not None:
@@ -424,12 +424,10 @@ def _check_microbatches(count: int, groups: int, batch: Mapping[str, Any], updat
             raise UserError(f"{parts} do not divide the batch: `{key}` has {size} examples.")
 
 
-def _with_values(
-    fill: Any, function: TorchFunction, values: Any, training: bool, params: Any
-) -> Callable[[int], tuple[Any, ...]]:
+def _with_values(fill: Any, function: TorchFunction, values: Any, params: Any) -> Callable[[int], tuple[Any, ...]]:
     """Return a function of a seed that makes arguments with the module's real weights and buffers.
 
-    Weights have the dtypes of `params`; batch and optimizer state are those of `fill(seed)`. `training` is unused.
+    Weights have the dtypes of `params`; batch and optimizer state are those of `fill(seed)`.
     """
 
     def make(seed: int) -> tuple[Any, ...]:
