@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Unpack
 
@@ -364,12 +365,12 @@ def _note_widths(function: TorchFunction, names: Sequence[str], inputs: tuple[An
 
 
 def _check_storages(module: Any, label: str) -> None:
-    """Raise `UserError` for two trained parameters that share elements, since a planned step would train them apart.
+    """Raise `UserError` for two trained parameters that share elements, since a planned step would train them apart."""
+    import torch
 
-    Ranges from first to last element are compared, so interleaved strided parameters count as sharing.
-    """
     ranges: dict[int, list[tuple[int, int, str]]] = {}
-    for name, parameter in module.named_parameters():
+    parameters = dict(module.named_parameters())
+    for name, parameter in parameters.items():
         if parameter.requires_grad and parameter.numel():
             start = parameter.storage_offset()
             span = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
@@ -377,12 +378,20 @@ def _check_storages(module: Any, label: str) -> None:
             ranges.setdefault(storage, []).append((start, start + span, name))
     for each in ranges.values():
         each.sort()
-        for (_, stop, first), (start, _, second) in zip(each, each[1:], strict=False):
-            if start <= stop:
+        if all(stop < start for (_, stop, _), (start, _, _) in itertools.pairwise(each)):
+            continue
+        owners = torch.zeros(max(stop for _, stop, _ in each) + 1, dtype=torch.int32)
+        for number, (start, _, second) in enumerate(each, 1):
+            strides = parameters[second].stride()
+            sizes = [size if stride else 1 for size, stride in zip(parameters[second].shape, strides, strict=True)]
+            own = owners.as_strided(sizes, strides, start)
+            if other := int(own.max()):
+                first = each[other - 1][-1]
                 raise UserError(
                     f"`{label}` has two parameters that share elements, `{first}` and `{second}`, which a planned step "
                     "would train apart: make them one parameter, or one a view that is computed in `forward`."
                 )
+            own.fill_(number)
 
 
 def _model_flops(count: Sequence[float], train: TrainOptions | None) -> float:
