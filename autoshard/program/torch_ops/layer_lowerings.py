@@ -46,25 +46,31 @@ def scaled_dot_product_attention(
 ) -> Any:
     """Lower `torch.nn.functional.scaled_dot_product_attention` with an fp32 softmax.
 
-    Shapes are [..., H, S, D], [..., K, T, D], [..., K, T, E] and, for the result, [..., H, S, E]. Leading dims are
-    broadcast; unless there is exactly one, they are merged. Fewer key-value heads are shared by query heads, with or
-    without `enable_gqa`. `dropout_p` is ignored. In `attn_mask`, which broadcasts to [B, H, S, T], booleans are true
-    where a key is seen, and floats are added. With `is_causal` the first query sees the first key only, also if S and T
-    differ.
+    Shapes are [..., H, S, D], [..., K, T, D], [..., K, T, E] and, for the result, [..., H, S, E]. Heads may be left
+    out. Leading dims are broadcast; unless there is exactly one, they are merged. Fewer key-value heads are shared by
+    query heads, with or without `enable_gqa`. `dropout_p` is ignored. In `attn_mask`, which broadcasts to
+    [..., H, S, T], booleans are true where a key is seen, and floats are added. With `is_causal` the first query sees
+    the first key only, also if S and T differ.
     """
     import jax.numpy as jnp
 
+    without_heads = query.ndim == key.ndim == value.ndim == 2
+    query, key, value = (x[None] if x.ndim == 2 else x for x in (query, key, value))
+    if query.shape[-3] == 1:
+        query = jnp.broadcast_to(query, (*query.shape[:-3], key.shape[-3], *query.shape[-2:]))
     lead = jnp.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     query, key, value = (jnp.broadcast_to(x, (*lead, *x.shape[-3:])) for x in (query, key, value))
     if len(lead) != 1:
         query, key, value = (x.reshape(-1, *x.shape[-3:]) if lead else x[None] for x in (query, key, value))
+    if attn_mask is not None and attn_mask.ndim > 3 and len(lead) > 1:
+        attn_mask = jnp.broadcast_to(attn_mask, (*lead, *attn_mask.shape[-3:])).reshape(-1, *attn_mask.shape[-3:])
     square = query.shape[-2] == key.shape[-2]
     position = None if square or not is_causal else 0  # torch's first query attends to the first key only
     result = attend(query, key, value, causal=is_causal, scale=scale, bias=attn_mask, position=position)
     result = jnp.swapaxes(result, 1, 2)
     if len(lead) != 1:
         result = result.reshape(*lead, *result.shape[1:])
-    return result
+    return result[0] if without_heads else result
 
 
 def multi_head_attention(
