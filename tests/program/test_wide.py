@@ -90,11 +90,6 @@ def test_whole_numbers_past_31_bits(kind):
     assert {a.dtype for a in program.arguments} == {"float32", "int32"}
 
 
-@pytest.mark.parametrize("options", [{}, {"remat": "full"}, {"scan": False}, {"microbatches": 2}])
-@pytest.mark.parametrize("kind", [Rotary, Variance])
-def test_float64(kind, options):
-    torch.manual_seed(0)
-    program = check(nn.Sequential(Rotary(), Rotary(), kind()), torch.randn(4, 16, 8), **options)
 SMALL, SQUARE, CUBE = torch.tensor([3, 40, 7]), torch.tensor([[50000, 40000], [2, 3]]), torch.full((20, 20, 20), 1000)
 MANY, NONE = torch.full((100,), 50_000_000), torch.zeros(100, dtype=torch.long)
 OPERATIONS = {
@@ -141,6 +136,11 @@ def test_bounds_follow_the_operands(name):
     assert any("in 64 bits where torch does so" in note for note in program.notes) is (name in OPERATIONS)
 
 
+@pytest.mark.parametrize("options", [{}, {"remat": "full"}, {"scan": False}, {"microbatches": 2}])
+@pytest.mark.parametrize("kind", [Rotary, Variance])
+def test_float64(kind, options):
+    torch.manual_seed(0)
+    program = check(nn.Sequential(Rotary(), Rotary(), kind()), torch.randn(4, 16, 8), **options)
     assert "float64 in `0` (Rotary.forward at test_wide.py:" in program.notes[-1]
 
 
@@ -157,9 +157,33 @@ def test_ids_stay_cheap():
         assert "i64" not in str(jax.make_jaxpr(program.fn)(*program.args))
 
 
+NORMS = {
+    "layer_norm": lambda x, scale: functional.layer_norm(x, (8,), scale, scale),
+    "rms_norm": lambda x, scale: (functional.rms_norm(x, (8,), scale) - scale) * 1e6,
+    "batch_norm": lambda x, scale: functional.batch_norm(x, None, None, scale, scale, training=True),
+    "cross_entropy": lambda x, scale: functional.cross_entropy(x, torch.tensor([1, 2, 3, 4]), scale),
+    "cross_entropy of probabilities": lambda x, scale: functional.cross_entropy(x, x.detach().softmax(-1)),
+}
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_layers_of_float64_are_computed_in_it(kind):
+    class Body(nn.Module):
+        def forward(self, x):
+            scale = torch.linspace(0.5, 2, 8, dtype=torch.float64)
+            return NORMS[kind](x.double() + 1e6, scale)
+
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    _, found = run_module(Body(), x)
+    np.testing.assert_allclose(found, Body()(x), rtol=1e-6)
+
+
 def test_what_arguments_cannot_hold_is_refused():
     with pytest.raises(UserError, match="input `ids` holds 8589934595, and a planned step takes whole numbers of 32"):
         from_torch(Hashed(HASHES["product"]), torch.arange(4)[None] + 2**33)
+    after_a_float = {"ids": torch.ones(1, dtype=torch.float64), "more": torch.arange(4) + 2**33}
+    with pytest.raises(UserError, match="input `more` holds 8589934595, and a planned step takes whole numbers of 32"):
+        from_torch(Sum(), (), after_a_float)
     with pytest.raises(UserError, match="the parameter `weight` is float64, and a planned step takes 32 bits at most"):
         from_torch(nn.Linear(8, 8).double(), torch.randn(4, 8).double())
     with pytest.raises(UserError, match="the buffer `factors` holds 1099511627776, and a planned step takes 32 bits"):
@@ -181,6 +205,3 @@ def test_planned_steps_compute_the_same():
 def test_usual_models_have_none_of_it():
     for name in ("llama-tiny", "t5-tiny", "bert-tiny", "gemma2-tiny"):
         assert not any("64 bits" in note for note in open_source(f"hf:{name}", train=True).notes)
-    after_a_float = {"ids": torch.ones(1, dtype=torch.float64), "more": torch.arange(4) + 2**33}
-    with pytest.raises(UserError, match="input `more` holds 8589934595, and a planned step takes whole numbers of 32"):
-        from_torch(Sum(), (), after_a_float)

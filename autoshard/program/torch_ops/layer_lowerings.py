@@ -150,6 +150,13 @@ def multi_head_attention(
     return result[:, 0] if unbatched else result, None
 
 
+def _exact(x: Any) -> Any:
+    """Return floats as fp32, or unchanged if they are float64."""
+    import jax.numpy as jnp
+
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
 def cross_entropy(
     logits: Any,
     target: Any,
@@ -160,13 +167,12 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Lower `torch.nn.functional.cross_entropy` in fp32, with the target's logit selected by comparing ids with an
-    iota.
+    """Lower `torch.nn.functional.cross_entropy`, with the target's logit selected by comparing ids with an iota.
 
     A gather over a split class dim would all-gather the logits; a comparison and a sum only need a reduction. The
-    result is fp32 for any dtype of `logits` [B, C, ...] or [C]. Float targets are class probabilities. The mean is over
-    the class weights of targets that are not ignored, or over all examples for probabilities. The legacy `size_average`
-    and `reduce` override `reduction`.
+    result is float64 for such `logits` [B, C, ...] or [C], and fp32 for others. Float targets are class probabilities.
+    The mean is over the class weights of targets that are not ignored, or over all examples for probabilities. The
+    legacy `size_average` and `reduce` override `reduction`.
     """
     import jax
     import jax.numpy as jnp
@@ -175,9 +181,9 @@ def cross_entropy(
     if size_average is not None or reduce is not None:
         reduction = _reduction.legacy_get_string(size_average, reduce, emit_warning=False)
     dim = 1 if logits.ndim > 1 else 0
-    logits = logits.astype(jnp.float32)
+    logits = _exact(logits)
     log_probs = logits - jax.nn.logsumexp(logits, axis=dim, keepdims=True)
-    classes = jnp.ones((logits.shape[dim],), jnp.float32) if weight is None else weight
+    classes = jnp.ones((logits.shape[dim],), logits.dtype) if weight is None else weight
     classes = classes.reshape([-1 if i == dim else 1 for i in range(logits.ndim)])
     if jnp.issubdtype(target.dtype, jnp.floating):
         smooth = target * (1 - label_smoothing) + label_smoothing / logits.shape[dim]
@@ -234,35 +240,38 @@ def multilabel_margin_loss(x: Any, target: Any, reduction: int) -> Any:
 
 
 def layer_norm(x: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
-    """Lower `torch.nn.functional.layer_norm` over the last dims, computed in fp32; the result has the dtype of `x`."""
-    import jax
-    import jax.numpy as jnp
+    """Lower `torch.nn.functional.layer_norm` over the last dims; the result has the dtype of `x`.
 
-    dims = tuple(range(x.ndim - len(tuple(normalized_shape)), x.ndim))
-    wide = x.astype(jnp.float32)
-    centred = wide - wide.mean(dims, keepdims=True)
-    result = centred * jax.lax.rsqrt(jnp.mean(centred * centred, dims, keepdims=True) + eps)
-    if weight is not None:
-        result = result * weight.astype(jnp.float32)
-    if bias is not None:
-        result = result + bias.astype(jnp.float32)
-    return result.astype(x.dtype)
-
-
-def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
-    """Lower `torch.nn.functional.rms_norm` over the last dims, computed in fp32; the result has the dtype of `x`.
-
-    Without `eps` it is the machine epsilon of the dtype of `x`.
+    It is computed in fp32, or in float64 for such `x`.
     """
     import jax
     import jax.numpy as jnp
 
     dims = tuple(range(x.ndim - len(tuple(normalized_shape)), x.ndim))
-    wide = x.astype(jnp.float32)
+    wide = _exact(x)
+    centred = wide - wide.mean(dims, keepdims=True)
+    result = centred * jax.lax.rsqrt(jnp.mean(centred * centred, dims, keepdims=True) + eps)
+    if weight is not None:
+        result = result * weight.astype(wide.dtype)
+    if bias is not None:
+        result = result + bias.astype(wide.dtype)
+    return result.astype(x.dtype)
+
+
+def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+    """Lower `torch.nn.functional.rms_norm` over the last dims; the result has the dtype of `x`.
+
+    It is computed in fp32, or in float64 for such `x`. Without `eps` it is the machine epsilon of the dtype of `x`.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    dims = tuple(range(x.ndim - len(tuple(normalized_shape)), x.ndim))
+    wide = _exact(x)
     small = float(jnp.finfo(x.dtype).eps) if eps is None else eps
     result = wide * jax.lax.rsqrt(jnp.mean(wide * wide, dims, keepdims=True) + small)
     if weight is not None:
-        result = result * weight.astype(jnp.float32)
+        result = result * weight.astype(wide.dtype)
     return result.astype(x.dtype)
 
 
@@ -276,11 +285,11 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """Lower `torch.nn.functional.batch_norm` for torch tensors [B, C, ...], computed in fp32; the result has the dtype
-    of `x`.
+    """Lower `torch.nn.functional.batch_norm` for torch tensors [B, C, ...]; the result has the dtype of `x`.
 
-    In training, or without running statistics, those of the batch are used. In training the running ones are updated in
-    place. Statistics are plain means over batch and space, so that a split batch needs one small all-reduce.
+    It is computed in fp32, or in float64 for such `x`. In training, or without running statistics, those of the batch
+    are used. In training the running ones are updated in place. Statistics are plain means over batch and space, so
+    that a split batch needs one small all-reduce.
     """
     import jax
     import jax.numpy as jnp
@@ -291,10 +300,10 @@ def batch_norm(
     dims = (0, *range(2, value.ndim))
 
     def wide(vector: Any) -> Any:
-        """Return a vector [C] in fp32 that broadcasts along the channels."""
-        return vector.astype(jnp.float32).reshape([-1 if i == 1 else 1 for i in range(value.ndim)])
+        """Return a vector [C] that broadcasts along the channels, in the dtype of the computation."""
+        return vector.astype(exact.dtype).reshape([-1 if i == 1 else 1 for i in range(value.ndim)])
 
-    exact = value.astype(jnp.float32)
+    exact = _exact(value)
     if training or running_mean is None:
         mean = exact.mean(dims)
         var = jnp.square(exact - wide(mean)).mean(dims)
