@@ -87,7 +87,6 @@ def _encode(program: Program) -> bytes:
             "pipeline",
             "notes",
             "exchange",
-            "lifted",
             "on_host",
             "platform",
         )

@@ -275,6 +275,7 @@ def test_rows_and_elements_are_scattered_as_torch_does():
     for mask in (rows, rng.random((2, 3, 4)) < 0.5):
         expected = torch.tensor(x).masked_scatter(torch.tensor(mask), torch.tensor(source))
         close(jax.jit(masked_scatter)(x, mask, source), expected.numpy(), 1e-6)
+    close(jax.jit(masked_scatter)(x, np.zeros_like(rows), source[:0]), x, 1e-6)
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,15 @@ def test_bags_of_weighted_rows_are_torchs_own():
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("padding", [None, 2, -1, -6])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_padding_of_bags_may_count_from_the_end(mode, padding):
+    ids, table = torch.tensor([[1, 5, 2], [0, 5, 5]]), torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    wanted = nn.functional.embedding_bag(ids, table, mode=mode, padding_idx=padding)
+    found = embedding_bag(ids.numpy(), jax.numpy.asarray(table.numpy()), mode=mode, padding_idx=padding)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
 @pytest.mark.parametrize("padding", [None, 2, -1])
 def test_the_row_of_padding_has_no_gradient_as_in_torch(padding):
     torch.manual_seed(0)

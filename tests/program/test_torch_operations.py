@@ -21,6 +21,23 @@ def rows_of_fewer_heads(q):
     return functional.scaled_dot_product_attention(q, k, v[None, :1].expand(2, 3, -1, -1), is_causal=True)
 
 
+def rows_under_masks_of_many_dims(q):
+    wide = q[:, None].expand(2, 4, 3, 4, 5)
+    own = torch.linspace(-1, 1, 2 * 4 * 3 * 4 * 4).view(2, 4, 3, 4, 4)
+    masks = (own, own[:, :1, :1] > 0.1, own[0], own[0, 0] > -0.9, own[0, 0, 0], own[:1])
+    masks = [mask if mask.dtype != torch.bool else mask | torch.eye(4, dtype=torch.bool) for mask in masks]
+    mixed = [functional.scaled_dot_product_attention(wide, wide + 1, wide, attn_mask=mask) for mask in masks]
+    return sum(each * number for number, each in enumerate(mixed, 1))
+
+
+def rows_without_heads(q):
+    mask = torch.linspace(-1, 1, 16).view(4, 4)
+    k, rows = q[0, 1], q[0, 0]
+    mixed = functional.scaled_dot_product_attention(rows, k, k, attn_mask=mask)
+    causal = functional.scaled_dot_product_attention(rows, k, k, is_causal=True)
+    return mixed + causal * 2 + functional.scaled_dot_product_attention(rows, q[1], q[1]) * 3
+
+
 def maxima_with_places(x):
     values, places = functional.max_pool2d(x, 2, stride=1, padding=1, return_indices=True)
     return values * (places + 1.0)
@@ -53,7 +70,7 @@ def softmax_of_nothing(x):
 
 
 BODIES = [rows_that_see_more_keys, rows_of_fewer_heads, maxima_with_places, maxima_along_one_dim, adaptive_maxima]
-BODIES += [searched, eigenvalues_of_a_triangle, softmax_of_nothing]
+BODIES += [rows_under_masks_of_many_dims, rows_without_heads, searched, eigenvalues_of_a_triangle, softmax_of_nothing]
 
 
 @pytest.mark.parametrize("body", BODIES)

@@ -191,7 +191,9 @@ class TorchFunction:
         }
         for name, tensor in self.module.named_buffers():
             fixed = self.folds_buffers and tensor.numel() <= _FOLDED_BUFFER_ELEMENTS and name not in updated
-            fixed = fixed and (name not in repeated or self._is_in_all(*repeated[name]))
+            if fixed and name in repeated:
+                block, offset, _, key = repeated[name]
+                fixed = self._is_in_all(block, offset, key)
             if name in self.changing:
                 self._add(self.buffers, name, self._fitting("buffer", name, tensor), repeated)
             elif (name in transient or fixed) and tensor.device.type != "meta" and tensor.numel() <= _CONSTANT_ELEMENTS:
@@ -216,10 +218,8 @@ class TorchFunction:
             )
         return tensor
 
-    def _is_in_all(self, block: Block, offset: int, repeat: int, key: str) -> bool:
-        """Return True if a layer's buffer has the same values in the layers at `offset` of all groups; `repeat` is
-        unused.
-        """
+    def _is_in_all(self, block: Block, offset: int, key: str) -> bool:
+        """Return True if a layer's buffer has the same values in the layers at `offset` of all groups."""
         import torch
 
         layers = [self.module.get_submodule(block.layer(offset, number)) for number in range(block.repeats)]

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Unpack
 
@@ -316,7 +317,7 @@ def torch_program(
         fill = example_values.fill(
             args, [a.name for a in program.arguments], [a.role for a in program.arguments], lambda _: id_limit
         )
-        make_args = fill if values is None else _with_values(fill, function, values, train is not None, params)
+        make_args = fill if values is None else _with_values(fill, function, values, params)
     inputs, model_flops = make_args, _model_flops(flops, train)
     twin = None
     if eager is not None:
@@ -339,11 +340,11 @@ def torch_program(
 def _note_widths(function: TorchFunction, names: Sequence[str], inputs: tuple[Any, ...], kwargs: Any) -> None:
     """Record the dtypes and bounds of the tensors of a call in `function.inputs`, keyword arguments last.
 
-    The first input of float64 or complex128 widens the function to 64 bits, with a note, and ends the check.
+    An input of float64 or complex128 widens the function to 64 bits, with a note for the first.
 
     - `names`: names of `inputs`.
 
-    Raises `UserError` for whole numbers of more than 32 bits before that input.
+    Raises `UserError` for whole numbers of more than 32 bits.
     """
     import torch
     from torch.utils import _pytree
@@ -354,9 +355,9 @@ def _note_widths(function: TorchFunction, names: Sequence[str], inputs: tuple[An
     for path, leaf in tensors:
         reason = wide_integers.wide_reason(leaf)
         if reason.startswith("is"):
-            function.widen(f"an input {reason}")
-            break
-        if reason:
+            if not function.wide:
+                function.widen(f"an input {reason}")
+        elif reason:
             raise UserError(
                 f"input `{leaf_name(path)}` {reason}, and a planned step takes whole numbers of 32 bits: hash or "
                 "renumber them before the step."
@@ -364,12 +365,12 @@ def _note_widths(function: TorchFunction, names: Sequence[str], inputs: tuple[An
 
 
 def _check_storages(module: Any, label: str) -> None:
-    """Raise `UserError` for two trained parameters that share elements, since a planned step would train them apart.
+    """Raise `UserError` for two trained parameters that share elements, since a planned step would train them apart."""
+    import torch
 
-    Ranges from first to last element are compared, so interleaved strided parameters count as sharing.
-    """
     ranges: dict[int, list[tuple[int, int, str]]] = {}
-    for name, parameter in module.named_parameters():
+    parameters = dict(module.named_parameters())
+    for name, parameter in parameters.items():
         if parameter.requires_grad and parameter.numel():
             start = parameter.storage_offset()
             span = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
@@ -377,12 +378,20 @@ def _check_storages(module: Any, label: str) -> None:
             ranges.setdefault(storage, []).append((start, start + span, name))
     for each in ranges.values():
         each.sort()
-        for (_, stop, first), (start, _, second) in zip(each, each[1:], strict=False):
-            if start <= stop:
+        if all(stop < start for (_, stop, _), (start, _, _) in itertools.pairwise(each)):
+            continue
+        owners = torch.zeros(max(stop for _, stop, _ in each) + 1, dtype=torch.int32)
+        for number, (start, _, second) in enumerate(each, 1):
+            strides = parameters[second].stride()
+            sizes = [size if stride else 1 for size, stride in zip(parameters[second].shape, strides, strict=True)]
+            own = owners.as_strided(sizes, strides, start)
+            if other := int(own.max()):
+                first = each[other - 1][-1]
                 raise UserError(
                     f"`{label}` has two parameters that share elements, `{first}` and `{second}`, which a planned step "
                     "would train apart: make them one parameter, or one a view that is computed in `forward`."
                 )
+            own.fill_(number)
 
 
 def _model_flops(count: Sequence[float], train: TrainOptions | None) -> float:
@@ -424,12 +433,10 @@ def _check_microbatches(count: int, groups: int, batch: Mapping[str, Any], updat
             raise UserError(f"{parts} do not divide the batch: `{key}` has {size} examples.")
 
 
-def _with_values(
-    fill: Any, function: TorchFunction, values: Any, training: bool, params: Any
-) -> Callable[[int], tuple[Any, ...]]:
+def _with_values(fill: Any, function: TorchFunction, values: Any, params: Any) -> Callable[[int], tuple[Any, ...]]:
     """Return a function of a seed that makes arguments with the module's real weights and buffers.
 
-    Weights have the dtypes of `params`; batch and optimizer state are those of `fill(seed)`. `training` is unused.
+    Weights have the dtypes of `params`; batch and optimizer state are those of `fill(seed)`.
     """
 
     def make(seed: int) -> tuple[Any, ...]:

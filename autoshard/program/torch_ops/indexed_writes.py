@@ -182,10 +182,12 @@ def masked_scatter(x: Any, mask: Any, source: Any) -> Any:
     """Return `x` with the elements of `source`, in order, where `mask` is true; the mask broadcasts to `x`.
 
     If the mask was broadcast along the last dim, whole rows of the source are placed, which counts fewer places. A
-    source with too few elements is not detected: its last one repeats.
+    source with too few elements is not detected: its last one repeats, and an empty source leaves `x` as it is.
     """
     import jax.numpy as jnp
 
+    if source.size == 0:
+        return x
     width = x.shape[-1]
     wide = jnp.broadcast_to(mask, x.shape)
     by_rows = source.size % width == 0 and (mask.shape[-1:] == (1,) or _broadcast_last(mask))

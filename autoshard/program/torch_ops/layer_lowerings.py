@@ -46,25 +46,31 @@ def scaled_dot_product_attention(
 ) -> Any:
     """Lower `torch.nn.functional.scaled_dot_product_attention` with an fp32 softmax.
 
-    Shapes are [..., H, S, D], [..., K, T, D], [..., K, T, E] and, for the result, [..., H, S, E]. Leading dims are
-    broadcast; unless there is exactly one, they are merged. Fewer key-value heads are shared by query heads, with or
-    without `enable_gqa`. `dropout_p` is ignored. In `attn_mask`, which broadcasts to [B, H, S, T], booleans are true
-    where a key is seen, and floats are added. With `is_causal` the first query sees the first key only, also if S and T
-    differ.
+    Shapes are [..., H, S, D], [..., K, T, D], [..., K, T, E] and, for the result, [..., H, S, E]. Heads may be left
+    out. Leading dims are broadcast; unless there is exactly one, they are merged. Fewer key-value heads are shared by
+    query heads, with or without `enable_gqa`. `dropout_p` is ignored. In `attn_mask`, which broadcasts to
+    [..., H, S, T], booleans are true where a key is seen, and floats are added. With `is_causal` the first query sees
+    the first key only, also if S and T differ.
     """
     import jax.numpy as jnp
 
+    without_heads = query.ndim == key.ndim == value.ndim == 2
+    query, key, value = (x[None] if x.ndim == 2 else x for x in (query, key, value))
+    if query.shape[-3] == 1:
+        query = jnp.broadcast_to(query, (*query.shape[:-3], key.shape[-3], *query.shape[-2:]))
     lead = jnp.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     query, key, value = (jnp.broadcast_to(x, (*lead, *x.shape[-3:])) for x in (query, key, value))
     if len(lead) != 1:
         query, key, value = (x.reshape(-1, *x.shape[-3:]) if lead else x[None] for x in (query, key, value))
+    if attn_mask is not None and attn_mask.ndim > 3 and len(lead) > 1:
+        attn_mask = jnp.broadcast_to(attn_mask, (*lead, *attn_mask.shape[-3:])).reshape(-1, *attn_mask.shape[-3:])
     square = query.shape[-2] == key.shape[-2]
     position = None if square or not is_causal else 0  # torch's first query attends to the first key only
     result = attend(query, key, value, causal=is_causal, scale=scale, bias=attn_mask, position=position)
     result = jnp.swapaxes(result, 1, 2)
     if len(lead) != 1:
         result = result.reshape(*lead, *result.shape[1:])
-    return result
+    return result[0] if without_heads else result
 
 
 def multi_head_attention(
@@ -144,6 +150,13 @@ def multi_head_attention(
     return result[:, 0] if unbatched else result, None
 
 
+def _exact(x: Any) -> Any:
+    """Return floats as fp32, or unchanged if they are float64."""
+    import jax.numpy as jnp
+
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
 def cross_entropy(
     logits: Any,
     target: Any,
@@ -154,13 +167,12 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Lower `torch.nn.functional.cross_entropy` in fp32, with the target's logit selected by comparing ids with an
-    iota.
+    """Lower `torch.nn.functional.cross_entropy`, with the target's logit selected by comparing ids with an iota.
 
     A gather over a split class dim would all-gather the logits; a comparison and a sum only need a reduction. The
-    result is fp32 for any dtype of `logits` [B, C, ...] or [C]. Float targets are class probabilities. The mean is over
-    the class weights of targets that are not ignored, or over all examples for probabilities. The legacy `size_average`
-    and `reduce` override `reduction`.
+    result is float64 for such `logits` [B, C, ...] or [C], and fp32 for others. Float targets are class probabilities.
+    The mean is over the class weights of targets that are not ignored, or over all examples for probabilities. The
+    legacy `size_average` and `reduce` override `reduction`.
     """
     import jax
     import jax.numpy as jnp
@@ -169,9 +181,9 @@ def cross_entropy(
     if size_average is not None or reduce is not None:
         reduction = _reduction.legacy_get_string(size_average, reduce, emit_warning=False)
     dim = 1 if logits.ndim > 1 else 0
-    logits = logits.astype(jnp.float32)
+    logits = _exact(logits)
     log_probs = logits - jax.nn.logsumexp(logits, axis=dim, keepdims=True)
-    classes = jnp.ones((logits.shape[dim],), jnp.float32) if weight is None else weight
+    classes = jnp.ones((logits.shape[dim],), logits.dtype) if weight is None else weight
     classes = classes.reshape([-1 if i == dim else 1 for i in range(logits.ndim)])
     if jnp.issubdtype(target.dtype, jnp.floating):
         smooth = target * (1 - label_smoothing) + label_smoothing / logits.shape[dim]
@@ -228,35 +240,38 @@ def multilabel_margin_loss(x: Any, target: Any, reduction: int) -> Any:
 
 
 def layer_norm(x: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
-    """Lower `torch.nn.functional.layer_norm` over the last dims, computed in fp32; the result has the dtype of `x`."""
-    import jax
-    import jax.numpy as jnp
+    """Lower `torch.nn.functional.layer_norm` over the last dims; the result has the dtype of `x`.
 
-    dims = tuple(range(x.ndim - len(tuple(normalized_shape)), x.ndim))
-    wide = x.astype(jnp.float32)
-    centred = wide - wide.mean(dims, keepdims=True)
-    result = centred * jax.lax.rsqrt(jnp.mean(centred * centred, dims, keepdims=True) + eps)
-    if weight is not None:
-        result = result * weight.astype(jnp.float32)
-    if bias is not None:
-        result = result + bias.astype(jnp.float32)
-    return result.astype(x.dtype)
-
-
-def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
-    """Lower `torch.nn.functional.rms_norm` over the last dims, computed in fp32; the result has the dtype of `x`.
-
-    Without `eps` it is the machine epsilon of the dtype of `x`.
+    It is computed in fp32, or in float64 for such `x`.
     """
     import jax
     import jax.numpy as jnp
 
     dims = tuple(range(x.ndim - len(tuple(normalized_shape)), x.ndim))
-    wide = x.astype(jnp.float32)
+    wide = _exact(x)
+    centred = wide - wide.mean(dims, keepdims=True)
+    result = centred * jax.lax.rsqrt(jnp.mean(centred * centred, dims, keepdims=True) + eps)
+    if weight is not None:
+        result = result * weight.astype(wide.dtype)
+    if bias is not None:
+        result = result + bias.astype(wide.dtype)
+    return result.astype(x.dtype)
+
+
+def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+    """Lower `torch.nn.functional.rms_norm` over the last dims; the result has the dtype of `x`.
+
+    It is computed in fp32, or in float64 for such `x`. Without `eps` it is the machine epsilon of the dtype of `x`.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    dims = tuple(range(x.ndim - len(tuple(normalized_shape)), x.ndim))
+    wide = _exact(x)
     small = float(jnp.finfo(x.dtype).eps) if eps is None else eps
     result = wide * jax.lax.rsqrt(jnp.mean(wide * wide, dims, keepdims=True) + small)
     if weight is not None:
-        result = result * weight.astype(jnp.float32)
+        result = result * weight.astype(wide.dtype)
     return result.astype(x.dtype)
 
 
@@ -270,11 +285,11 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """Lower `torch.nn.functional.batch_norm` for torch tensors [B, C, ...], computed in fp32; the result has the dtype
-    of `x`.
+    """Lower `torch.nn.functional.batch_norm` for torch tensors [B, C, ...]; the result has the dtype of `x`.
 
-    In training, or without running statistics, those of the batch are used. In training the running ones are updated in
-    place. Statistics are plain means over batch and space, so that a split batch needs one small all-reduce.
+    It is computed in fp32, or in float64 for such `x`. In training, or without running statistics, those of the batch
+    are used. In training the running ones are updated in place. Statistics are plain means over batch and space, so
+    that a split batch needs one small all-reduce.
     """
     import jax
     import jax.numpy as jnp
@@ -285,10 +300,10 @@ def batch_norm(
     dims = (0, *range(2, value.ndim))
 
     def wide(vector: Any) -> Any:
-        """Return a vector [C] in fp32 that broadcasts along the channels."""
-        return vector.astype(jnp.float32).reshape([-1 if i == 1 else 1 for i in range(value.ndim)])
+        """Return a vector [C] that broadcasts along the channels, in the dtype of the computation."""
+        return vector.astype(exact.dtype).reshape([-1 if i == 1 else 1 for i in range(value.ndim)])
 
-    exact = value.astype(jnp.float32)
+    exact = _exact(value)
     if training or running_mean is None:
         mean = exact.mean(dims)
         var = jnp.square(exact - wide(mean)).mean(dims)

@@ -225,8 +225,8 @@ def embedding_bag(
     """Lower `torch.nn.functional.embedding_bag` without renormalisation; return [B, dim].
 
     Bags are rows of `ids` [B, N], or start at `offsets` [B] of `ids` [N]. The last offset is only an end with
-    `include_last_offset`. Ids equal to `padding_idx` are ignored; a negative one equals none. An empty bag gives zeros
-    in each of the modes `sum`, `mean` and `max`.
+    `include_last_offset`. Ids equal to `padding_idx` are ignored; a negative one counts from the end. An empty bag
+    gives zeros in each of the modes `sum`, `mean` and `max`.
 
     Raises `UserError` for `max_norm` and `scale_grad_by_freq`.
     """
@@ -237,7 +237,7 @@ def embedding_bag(
         raise UserError("embedding_bag with `max_norm` or `scale_grad_by_freq` has no lowering; leave them out.")
     count = ids.shape[0] if offsets is None else offsets.shape[0] - include_last_offset
     bag: Any = None if offsets is None else jnp.searchsorted(offsets[:count], jnp.arange(len(ids)), side="right") - 1
-    valid = jnp.ones(ids.shape, bool) if padding_idx is None else ids != padding_idx
+    valid = jnp.ones(ids.shape, bool) if padding_idx is None else ids != padding_idx % table.shape[0]
     rows = take_rows(table, ids)
     if mode == "max":
         lowest = jnp.asarray(-jnp.inf, rows.dtype)

@@ -9,9 +9,10 @@ arguments.
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from autoshard.program.caller_frames import with_callers
@@ -23,8 +24,6 @@ ASSUMED = 1 << 16
 
 LARGEST = (1 << 31) - 1
 """Largest magnitude of a whole number of 32 bits."""
-_CAP = 1 << 80
-"""Largest bound that is tracked; larger ones are clamped to it."""
 
 _narrow: contextvars.ContextVar[bool] = contextvars.ContextVar("narrow", default=False)
 
@@ -141,7 +140,7 @@ def _bound_of(func: Any, given: Any) -> int | None:
     from torch.utils import _pytree
 
     leaves = _pytree.tree_leaves(given)
-    name = _name_of(func)
+    name, is_reversed = _name_of(func)
     for leaf in leaves:
         wide = leaf in (torch.float64, torch.complex128) if isinstance(leaf, torch.dtype) else False
         if wide or isinstance(leaf, np.ndarray) and leaf.dtype in (np.float64, np.complex128) and leaf.ndim:
@@ -160,7 +159,15 @@ def _bound_of(func: Any, given: Any) -> int | None:
         if name not in _PLACES and any(abs(number) > LARGEST for number in numbers):
             raise with_callers(WideNumberError(f"`{name}` is given {max(numbers, key=abs)}"))
         return max(*bounds, *(min(abs(number), LARGEST) for number in numbers), *(each.numel() for each in tensors))
-    bound = min(_CAP, rule(bounds, [abs(number) for number in numbers], tensors))
+    args, kwargs = given
+    factors = {key: abs(value) for key, value in (kwargs or {}).items() if key in _FACTORS and type(value) is int}
+    others = {key: value for key, value in (kwargs or {}).items() if key not in _FACTORS}
+    operands = [
+        _bound(leaf) if isinstance(leaf, torch.Tensor) else abs(leaf)
+        for leaf in _pytree.tree_leaves((args, others))
+        if isinstance(leaf, torch.Tensor) or type(leaf) is int
+    ]
+    bound = rule(_Operands(operands[::-1] if is_reversed else operands, bounds, tensors, factors, args))
     if bound > LARGEST:
         raise with_callers(WideNumberError(f"whole numbers may pass 2^31 in `{name}`"))
     return bound
@@ -186,91 +193,179 @@ def _bound(tensor: Any) -> int:
     return attributes["_bound"]
 
 
-def _name_of(func: Any) -> str:
-    """Return the plain name of an operation: `mul` for `aten.mul.Tensor`, `mul_`, `__rmul__` and `__imul__`."""
+def _name_of(func: Any) -> tuple[str, bool]:
+    """Return the plain name of an operation, and True if its operands are in reverse order.
+
+    `aten.mul.Tensor`, `mul_`, `__rmul__` and `__imul__` are `mul`; `__rmul__` and `rsub` have reversed operands.
+    """
     text = getattr(func, "__name__", str(func)).partition(".")[0]
     name = text.strip("_")
-    return name[1:] if text.startswith("__") and name[:1] in ("r", "i") and name[1:] in _RULES else name
+    if name == "rsub" or text.startswith("__") and name[:1] in ("r", "i") and name[1:] in _RULES:
+        return name[1:], name[0] == "r"
+    return name, False
 
 
-_Rule = Callable[[Sequence[int], Sequence[int], Sequence[Any]], int]
-"""Function from bounds of tensors, magnitudes of plain numbers and the tensors to the result's bound."""
+@dataclasses.dataclass(frozen=True)
+class _Operands:
+    """Operands of an operation on whole numbers."""
+
+    operands: Sequence[int]
+    """Bounds of tensors and magnitudes of plain numbers, in the order of the formula."""
+    bounds: Sequence[int]
+    """Bounds of the tensors."""
+    tensors: Sequence[Any]
+    """Tensors, in the order of the call."""
+    factors: Mapping[str, int]
+    """Magnitudes of the factors in `_FACTORS` that the call has."""
+    args: Sequence[Any]
+    """Positional arguments; that of an `einsum` begin with its equation."""
 
 
-def _sum(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]) -> int:
-    """Return the bound of a sum of all operands; a factor such as `alpha` counts as one more operand."""
-    return sum(bounds) + sum(numbers)
+_FACTORS = ("alpha", "beta", "value")
+"""Keyword arguments that multiply an operand: `beta` the first one, and the others the added one."""
+
+_Rule = Callable[[_Operands], int]
+"""Function from a call to its result's bound."""
 
 
-def _product(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]) -> int:
+def _sum(call: _Operands) -> int:
+    """Return the bound of a sum of two operands, the second times `alpha`."""
+    first, *second = call.operands
+    return first + sum(second) * call.factors.get("alpha", 1)
+
+
+def _product(call: _Operands) -> int:
     """Return the bound of a product of all operands."""
-    return math.prod(bounds) * math.prod(numbers)
+    return math.prod(call.operands)
 
 
-def _power(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]) -> int:
-    """Return the bound of a power, at least 1; the first tensor counts as the base, also if it is the exponent."""
-    base, exponent = (*bounds, *numbers)[:2]
-    base, exponent = (base, exponent) if len(bounds) > 0 else (exponent, base)
-    # An exponent of 80 already exceeds every bound that is tracked.
-    return max(1, base) ** min(exponent, 80)
+def _cross_product(call: _Operands) -> int:
+    """Return the bound of a cross product, whose elements are differences of two products."""
+    return 2 * math.prod(call.bounds)
 
 
-def _shifted(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]) -> int:
-    """Return the bound of a left shift; the first tensor counts as the shifted operand, even if it is the distance."""
-    first, by = (*bounds, *numbers)[:2]
-    return first << min(by, 80)
+def _power(call: _Operands) -> int:
+    """Return the bound of a power, at least 1."""
+    base, *exponent = call.operands
+    # An exponent of 80 already exceeds every bound that matters.
+    return max(1, base) ** min([80, *exponent])
 
 
-def _times_elements(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]) -> int:
+def _shifted(call: _Operands) -> int:
+    """Return the bound of a left shift."""
+    first, *by = call.operands
+    return first << min([80, *by])
+
+
+def _times_elements(call: _Operands) -> int:
     """Return the bound of a sum over all elements of the first tensor."""
-    return max(bounds) * max(1, tensors[0].numel())
+    return max(call.bounds) * max(1, call.tensors[0].numel())
 
 
-def _times_longest(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]) -> int:
+def _times_longest(call: _Operands) -> int:
     """Return the bound of a sum along the longest dim of the first tensor."""
-    return max(bounds) * max(tensors[0].shape, default=1)
+    return max(call.bounds) * max(call.tensors[0].shape, default=1)
 
 
-def _contraction(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]) -> int:
+def _contraction(call: _Operands) -> int:
     """Return the bound of products of operands summed over the longest dim."""
-    return math.prod(bounds) * max(size for each in tensors for size in (*each.shape, 1))
+    return math.prod(call.bounds) * max(size for each in call.tensors for size in (*each.shape, 1))
 
 
-def _to_power_of_elements(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]) -> int:
+def _contraction_of_dims(call: _Operands) -> int:
+    """Return the bound of a contraction over any number of dims that both operands have."""
+    # Each term has its own element in either operand.
+    return math.prod(call.bounds) * max(1, min(each.numel() for each in call.tensors[:2]))
+
+
+def _einsum(call: _Operands) -> int:
+    """Return the bound of an `einsum`: the product of operands, times the sizes of all labels that it sums over."""
+    inputs, arrow, output = call.args[0].replace(" ", "").partition("->")
+    sizes: dict[Any, int] = {}
+    for term, each in zip(inputs.split(","), call.tensors, strict=False):
+        before, _, after = term.partition("...")
+        # Dims of an ellipsis are numbered from the last one.
+        between = reversed(range(each.ndim - len(before) - len(after)))
+        for label, size in zip((*before, *between, *after), each.shape, strict=False):
+            sizes[label] = max(size, sizes.get(label, 1))
+    # Without an output, only labels that stand once are left, and the ellipsis.
+    left = set(output) if arrow else {label for label in inputs if inputs.count(label) == 1}
+    dots = "..." in output or not arrow
+    summed = [size for label, size in sizes.items() if not (dots if isinstance(label, int) else label in left)]
+    return math.prod(call.bounds) * math.prod(summed)
+
+
+def _plus_product(call: _Operands) -> int:
+    """Return the bound of the first tensor times `beta`, plus the product of the others times `alpha` or `value`."""
+    first, *others = call.bounds
+    factors = call.factors
+    return first * factors.get("beta", 1) + math.prod(others) * factors.get("alpha", 1) * factors.get("value", 1)
+
+
+def _plus_matmul(call: _Operands) -> int:
+    """Return the bound of a first tensor plus a matmul of the others, of which each row has as many terms."""
+    return _plus_product(call) * max(1, call.tensors[1].shape[-1])
+
+
+def _plus_matmuls(call: _Operands) -> int:
+    """Return the bound of a first tensor plus the sum of a batch of matmuls."""
+    return _plus_matmul(call) * max(1, call.tensors[1].shape[0])
+
+
+def _plus_elements(call: _Operands) -> int:
+    """Return the bound of a first tensor plus any elements of the last one times `alpha`; the indexes do not count."""
+    return call.bounds[0] + call.bounds[-1] * max(1, call.tensors[-1].numel()) * call.factors.get("alpha", 1)
+
+
+def _matrix_power(call: _Operands) -> int:
+    """Return the bound of a power of a square matrix, at least 1."""
+    base, *exponent = call.operands
+    return max(1, base * call.tensors[0].shape[-1]) ** min([80, *exponent])
+
+
+def _to_power_of_elements(call: _Operands) -> int:
     """Return the bound of a product over all elements of the first tensor."""
-    return max(1, *bounds) ** min(tensors[0].numel(), 80)
+    return max(1, *call.bounds) ** min(call.tensors[0].numel(), 80)
 
 
-def _first(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]) -> int:
-    """Return the bound of the first tensor, as of a quotient; plain numbers do not count."""
-    return bounds[0]
+def _dividend(call: _Operands) -> int:
+    """Return the bound of the first operand, as of a quotient."""
+    return call.operands[0]
 
 
-def _last(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]) -> int:
-    """Return the bound of the last operand, as of a remainder; plain numbers count after tensors."""
-    return (*bounds, *numbers)[-1]
+def _divisor(call: _Operands) -> int:
+    """Return the bound of the second operand, as of a remainder."""
+    return call.operands[:2][-1]
 
 
-def _bits(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]) -> int:
+def _bits(call: _Operands) -> int:
     """Return the largest number with as many bits as the largest operand."""
     # Bitwise ops leave no bits above the highest bit of an operand.
-    return (1 << max(*bounds, *numbers, 0).bit_length()) - 1
+    return (1 << max(*call.operands, 0).bit_length()) - 1
 
 
 _RULES: dict[str, _Rule] = {
-    **dict.fromkeys(("add", "sub", "rsub", "subtract"), _sum),
-    **dict.fromkeys(("mul", "multiply", "square", "addcmul"), _product),
+    **dict.fromkeys(("add", "sub", "subtract"), _sum),
+    **dict.fromkeys(("mul", "multiply", "outer", "kron"), _product),
+    **dict.fromkeys(("cross", "linalg_cross"), _cross_product),
     **dict.fromkeys(("pow", "float_power"), _power),
+    **dict.fromkeys(("matrix_power", "linalg_matrix_power"), _matrix_power),
     **dict.fromkeys(("lshift", "bitwise_left_shift"), _shifted),
     **dict.fromkeys(("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "and", "or", "xor", "invert"), _bits),
     **dict.fromkeys(("sum", "nansum"), _times_elements),
     **dict.fromkeys(("cumsum",), _times_longest),
     **dict.fromkeys(("prod", "cumprod"), _to_power_of_elements),
-    **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot", "inner", "einsum", "tensordot", "outer"), _contraction),
-    **dict.fromkeys(("remainder", "fmod", "mod"), _last),
-    **dict.fromkeys(("floor_divide", "floordiv", "div", "divide", "true_divide", "truediv"), _first),
+    **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot", "vdot", "inner"), _contraction),
+    **dict.fromkeys(("einsum",), _einsum),
+    **dict.fromkeys(("tensordot",), _contraction_of_dims),
+    **dict.fromkeys(("addcmul", "addr"), _plus_product),
+    **dict.fromkeys(("addmm", "baddbmm", "addmv"), _plus_matmul),
+    **dict.fromkeys(("addbmm",), _plus_matmuls),
+    **dict.fromkeys(("index_add", "scatter_add"), _plus_elements),
+    **dict.fromkeys(("remainder", "fmod", "mod"), _divisor),
+    **dict.fromkeys(("floor_divide", "floordiv", "div", "divide", "true_divide", "truediv"), _dividend),
 }
-_RULES["square"] = lambda bounds, numbers, tensors: bounds[0] ** 2
+_RULES["square"] = lambda call: call.bounds[0] ** 2
 
 _PLACES = {"slice", "narrow", "select", "getitem", "split", "chunk", "view", "reshape", "expand", "index_select", "to"}
 """Operations whose plain numbers are positions and sizes; a huge one may mean the end of a dim."""
