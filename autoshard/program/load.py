@@ -142,16 +142,21 @@ def _trace_config(config: str, options: dict[str, Any]) -> Program:
 
     options = dict(options)
     host = _host_of(options)
-    return on_host(from_config(config, **options), host)
+    return _on_host(from_config(config, **options), host)
 
 
-def _host_of(options: dict[str, Any]) -> str:
-    """Remove the option `host` from `options` and return it; `none` by default.
+def _on_host(program: Program, host: str | None) -> Program:
+    """Return the program with `host` in the hosts' memory; unchanged if it is None, as the source has chosen then."""
+    return program if host is None else on_host(program, host)
 
-    Raises `UserError` if it is not `none` and there are several pipeline stages.
+
+def _host_of(options: dict[str, Any]) -> str | None:
+    """Remove the option `host` from `options` and return it; None if it is absent.
+
+    Raises `UserError` if it is given and not `none`, and there are several pipeline stages.
     """
-    host = options.pop("host", "none")
-    if host != "none" and (options.get("stages") or 1) > 1:
+    host = options.pop("host", None)
+    if host not in (None, "none") and (options.get("stages") or 1) > 1:
         raise UserError(
             f"--host {host} updates state in a loop over layers, and layers in {options['stages']} stages stand side "
             "by side; leave out --host, or --stages."
@@ -224,7 +229,7 @@ def load_program(
         pair = _module_and_inputs(offered, module, file)
         if pair is not None:
             _no_roles(roles, file, entry)
-            return on_host(_from_torch(pair, module, file, {**(preferred or {}), **given}), host)
+            return _on_host(_from_torch(pair, module, file, {**(preferred or {}), **given}), host)
         ours = {"stages", "schedule"}
         if pipeline is not None or given.get("microbatches") == 1:
             ours.add("microbatches")
@@ -240,7 +245,7 @@ def load_program(
                 f"`{entry}` in `{file}` has no layers that could be {pipeline.stages} stages: write the loop over them "
                 "as `autoshard.stack(layer, stacked_parameters, x)`, or leave --stages out."
             )
-        return on_host(in_stages(program, tuple(dict.fromkeys(stacks)), pipeline), host)
+        return _on_host(in_stages(program, tuple(dict.fromkeys(stacks)), pipeline), host)
 
 
 def _run(file: Path) -> ModuleType:
