@@ -48,8 +48,8 @@ def open_source(
       (`read_choices`).
     - `options`: options of the source; None stands for an option that is not given.
 
-    Raises `UserError` if `text` names no source, or if `options` are given to a source that takes none. It also does if
-    the process is limited to less memory than XLA needs.
+    Raises `UserError` if `text` names no source, or if `options` or a `recipe` are given to a source that takes none.
+    It also does if the process is limited to less memory than XLA needs.
     """
     check_addresses()
     given: dict[str, Any] = {key: value for key, value in sorted(options.items()) if value is not None}
@@ -92,8 +92,10 @@ def _open(
 ) -> Program:
     """Return the program that `text` names; the arguments are those of `open_source`, without options of None.
 
-    Files with any suffix but `.py` are read as modules. Options of False count as not given for a file.
+    Files with any suffix but `.py` are read as modules.
     """
+    if recipe and not text.endswith(".py"):
+        raise UserError(f"the choices {_choices(recipe)} are for a function in a Python file; `{text}` takes none.")
     if text.startswith("hf:"):
         if roles is not None:
             raise UserError(f"`--roles` is for files; the roles of `{text}` are known, so leave it out.")
@@ -101,13 +103,12 @@ def _open(
         trace_config = functools.partial(_trace_config, text[3:], options)
         return open_config(text[3:], options, trace_config) if kept else trace_config()
     path = Path(text)
-    given = [key for key, value in options.items() if value is not False]
     if path.suffix == ".py" or path.suffix in SUFFIXES or path.is_file():
-        own = [key for key in given if path.suffix != ".py" or key not in _MODULE_OPTIONS]
+        own = [key for key in _asking(options) if path.suffix != ".py" or key not in _MODULE_OPTIONS]
         if own:
             raise UserError(f"{_flags(own)} only apply to `hf:CONFIG`; `{text}` says itself what it runs.")
         if path.suffix == ".py":
-            return load_program(path, entry, roles, {key: options[key] for key in given}, preferred, recipe)
+            return load_program(path, entry, roles, options, preferred, recipe)
         load = functools.partial(load_artifact, path, roles=roles)
         return load() if callable(roles) or not kept else open_file(path, roles, load)
     if path.is_dir():
@@ -119,6 +120,16 @@ _MODULE_OPTIONS = ("train", "optimizer", "dtype", "param_dtype", "state_dtype", 
 _MODULE_OPTIONS += ("exchange", "microbatches", "experts", "capacity_factor", "imbalance", "host", "stages", "schedule")
 _MODULE_OPTIONS += ("gradient_groups",)
 """Options of a torch module in a Python file; JAX functions in one also take `host`, `stages` and their schedule."""
+
+
+def _asking(options: Mapping[str, Any]) -> list[str]:
+    """Return the names of options but for `train` of False, the forward pass, which any source may be."""
+    return [key for key, value in options.items() if key != "train" or value]
+
+
+def _choices(recipe: Mapping[str, Any]) -> str:
+    """Return the names of a recipe's arguments in words."""
+    return ", ".join(f"`{name}`" for name in recipe)
 
 
 def _flags(keys: Sequence[str]) -> str:
@@ -142,16 +153,21 @@ def _trace_config(config: str, options: dict[str, Any]) -> Program:
 
     options = dict(options)
     host = _host_of(options)
-    return on_host(from_config(config, **options), host)
+    return _on_host(from_config(config, **options), host)
 
 
-def _host_of(options: dict[str, Any]) -> str:
-    """Remove the option `host` from `options` and return it; `none` by default.
+def _on_host(program: Program, host: str | None) -> Program:
+    """Return the program with `host` in the hosts' memory; unchanged if it is None, as the source has chosen then."""
+    return program if host is None else on_host(program, host)
 
-    Raises `UserError` if it is not `none` and there are several pipeline stages.
+
+def _host_of(options: dict[str, Any]) -> str | None:
+    """Remove the option `host` from `options` and return it; None if it is absent.
+
+    Raises `UserError` if it is given and not `none`, and there are several pipeline stages.
     """
-    host = options.pop("host", "none")
-    if host != "none" and (options.get("stages") or 1) > 1:
+    host = options.pop("host", None)
+    if host not in (None, "none") and (options.get("stages") or 1) > 1:
         raise UserError(
             f"--host {host} updates state in a loop over layers, and layers in {options['stages']} stages stand side "
             "by side; leave out --host, or --stages."
@@ -224,11 +240,11 @@ def load_program(
         pair = _module_and_inputs(offered, module, file)
         if pair is not None:
             _no_roles(roles, file, entry)
-            return on_host(_from_torch(pair, module, file, {**(preferred or {}), **given}), host)
+            return _on_host(_from_torch(pair, module, file, {**(preferred or {}), **given}), host)
         ours = {"stages", "schedule"}
         if pipeline is not None or given.get("microbatches") == 1:
             ours.add("microbatches")
-        own = [key for key in given if key not in ours]
+        own = [key for key in _asking(given) if key not in ours]
         if own:
             raise UserError(
                 f"{_flags(own)} only apply to `hf:CONFIG` and to torch modules; `{entry}` in `{file}` says "
@@ -240,7 +256,7 @@ def load_program(
                 f"`{entry}` in `{file}` has no layers that could be {pipeline.stages} stages: write the loop over them "
                 "as `autoshard.stack(layer, stacked_parameters, x)`, or leave --stages out."
             )
-        return on_host(in_stages(program, tuple(dict.fromkeys(stacks)), pipeline), host)
+        return _on_host(in_stages(program, tuple(dict.fromkeys(stacks)), pipeline), host)
 
 
 def _run(file: Path) -> ModuleType:
@@ -288,9 +304,11 @@ def _offered(module: ModuleType, file: Path, entry: str) -> Any:
 def _called(offered: Any, file: Path, entry: str, recipe: Mapping[str, Any]) -> Any:
     """Call a function of the file with the arguments `recipe` and return its result; return anything else unchanged.
 
-    Raises `UserError` for an error of the function.
+    Raises `UserError` for an error of the function, and for a recipe of anything else.
     """
     if not callable(offered) or isinstance(offered, Program) or _is_module(offered):
+        if recipe:
+            raise UserError(f"`{entry}` in `{file}` is no function that could take the choices {_choices(recipe)}.")
         return offered
     try:
         return offered(**recipe)

@@ -23,10 +23,15 @@ class Lowerings:
         """(id, platform) -> a program and the same program lowered for the platform, so that each has one record."""
 
     def module(self, platform: str) -> bytes:
-        """Return the MLIR bytecode for a platform. Raises JAX's own error if it has no lowering; both are cached."""
+        """Return the MLIR bytecode for a platform. Raises JAX's own error if it has no lowering; both are cached.
+
+        A lack of memory is raised too, but not cached: the same lowering may succeed later.
+        """
         if platform not in self._known:
             try:
                 self._known[platform] = self._lower(platform)
+            except MemoryError:
+                raise
             except Exception as error:
                 self._known[platform] = error
         known = self._known[platform]
@@ -56,7 +61,7 @@ def _lowered(program: Program, platform: str) -> Program:
     """Return the program with its module for `platform`; with a note instead if JAX has no lowering for it."""
     try:
         module = program.lowerings.module(platform)
-    except UserError:
+    except (UserError, MemoryError):
         raise
     except Exception as error:
         why = (str(error).strip().splitlines() or ["no message"])[0]

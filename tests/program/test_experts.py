@@ -96,6 +96,12 @@ def test_bad_forms_are_named(options: dict[str, Any], said: str) -> None:
         open_source("hf:mixtral-tiny", batch=2, seq=16, **options)
 
 
+def test_a_form_is_read_from_its_text() -> None:
+    for text in ("slots", "slots:all", "sorted", "sorted:8", "ragged:8"):
+        form = parse_experts(text)
+        assert parse_experts(form.text) == form
+
+
 def test_the_busiest_device_takes_longer_where_groups_are_split() -> None:
     topology, times = Topology.parse("v5e:2x2"), []
     for busiest in (1.0, 1.5):

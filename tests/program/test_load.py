@@ -144,7 +144,7 @@ def test_a_torch_module_in_a_file_becomes_a_training_step(tmp_path, body, state)
     assert any(state in argument.name for argument in program.arguments)
     assert {a.dtype for a in program.arguments if a.role == "optimizer_state" and a.shape} == {"bfloat16"}
     assert not any("No loss was given" in note for note in program.notes)
-    assert not open_source(file).training
+    assert not open_source(file).training and not open_source(file, train=False).training
 
 
 @pytest.mark.parametrize(
@@ -179,6 +179,27 @@ def test_options_of_configurations_do_not_apply_to_files(tmp_path):
         open_source(str(file), batch=3)
     with pytest.raises(UserError, match="is a directory"):
         open_source(str(tmp_path))
+
+
+def test_an_option_of_false_overrides_a_preferred_one(tmp_path):
+    file = str(_write(tmp_path, TORCH + META + "def loss(output):\n    return output.sum()\n"))
+    assert open_source(file, preferred={"train": True}).training
+    assert not open_source(file, preferred={"train": True}, train=False).training
+    with pytest.raises(UserError, match="`--scan` only apply to `hf:CONFIG`"):
+        open_source(file, scan=False)
+
+
+def test_choices_are_for_functions_of_python_files(tmp_path):
+    recipe = {"width": 8, "remat": "full"}
+    for body in ("program = (lambda x: x * 2), (X,)\n", TORCH + META):
+        with pytest.raises(UserError, match="is no function that could take the choices `width`, `remat`"):
+            open_source(str(_write(tmp_path, JAX + body)), recipe=recipe)
+    module = _write(tmp_path, "module {}\n", "step.mlir")
+    for text in (str(module), "hf:gpt2-tiny"):
+        with pytest.raises(UserError, match="`width`, `remat` are for a function in a Python file; `.*` takes none"):
+            open_source(text, recipe=recipe)
+    body = "def program(width, remat):\n    return (lambda x: x * 2), (jax.ShapeDtypeStruct((4, width), 'int32'),)\n"
+    assert open_source(str(_write(tmp_path, JAX + body)), recipe=recipe).arguments[0].shape == (4, 8)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 from autoshard.errors import UserError
 from autoshard.program import trace
+from autoshard.program.jax.jax_modules import functional
 
 
 S = jax.ShapeDtypeStruct
@@ -130,6 +131,55 @@ def test_nnx_inference_returns_no_state():
     program = trace(forward, (nnx.eval_shape(lambda: make()[0]), S((4, 8), F)))
     assert [r.shape for r in program.results] == [(4, 4)] and not program.training
     assert _table(program)["model.first.kernel"] == ("parameter", None)
+
+
+def _swapped(nnx, one, two, x):
+    # A state refers to the variables of its object, so the values are copied out of it.
+    first, second = (jax.tree.map(lambda value: value, nnx.state(each)) for each in (one, two))
+    nnx.update(one, second)
+    nnx.update(two, first)
+
+
+def _copied(nnx, one, two, x):
+    nnx.update(two, nnx.state(one))
+
+
+def _moved_within(nnx, one, two, x):
+    low, high = one.low.get_value(), one.high.get_value()
+    one.low.set_value(high)
+    one.high.set_value(low)
+
+
+def _constant(nnx, one, two, x):
+    two.count.set_value(jnp.float32(3))
+
+
+def _from_batch(nnx, one, two, x):
+    one.low.set_value(x)
+
+
+@pytest.mark.parametrize("write", [_swapped, _copied, _moved_within, _constant, _from_batch])
+def test_nnx_state_that_becomes_another_value_is_written(write):
+    from flax import nnx
+
+    class Net(nnx.Module):
+        def __init__(self, start):
+            self.low, self.high = (nnx.Param(jnp.arange(start + k, start + k + 4.0)) for k in (0, 10))
+            self.count = nnx.Variable(jnp.float32(start))
+
+    def step(one, two, x):
+        write(nnx, one, two, x)
+        return x.sum()
+
+    x = jnp.full(4, 7.0)
+    expected, given = ((Net(0), Net(100)) for _ in range(2))
+    step(*expected, x)
+    made = functional(step, (*given, x))
+    made.finish((*given, x), jax.jit(made.fn)(*made.args))
+    for wanted, found in zip(expected, given, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, nnx.state(found), nnx.state(wanted))
+    assert made.changed == {_swapped: (0, 1), _moved_within: (0,), _from_batch: (0,)}.get(write, (1,))
+    assert len(trace(step, (*given, x)).results) == 1 + 3 * len(made.changed)
 
 
 def test_nnx_split_state_by_hand():

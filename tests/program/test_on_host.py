@@ -1,6 +1,8 @@
 """Optimizer state on the hosts: the offloaded values, the step's results, and refusals."""
 
+import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -173,6 +175,44 @@ def test_what_cannot_wait_on_the_host_is_refused(why: str) -> None:
 def test_a_place_that_does_not_exist_is_refused() -> None:
     with pytest.raises(UserError, match="--host `disk` does not exist; use `none` or `optimizer`"):
         trace(step_of(CLIPPED), jax.eval_shape(lambda: arguments(CLIPPED)), host="disk")
+
+
+def test_a_step_returns_to_the_devices() -> None:
+    shapes = jax.eval_shape(lambda: arguments(CLIPPED))
+    plain = trace(step_of(CLIPPED), shapes, donate_argnums=(0, 1))
+    back = on_host(on_host(plain, "optimizer"), "none")
+    assert (back.fingerprint, back.notes) == (plain.fingerprint, plain.notes)
+    assert back.on_host == "none" and back.fn is plain.fn and not analyse(read_graph(back.module)).hosted
+    unknown = dataclasses.replace(on_host(plain, "optimizer"), fn=step_of(CLIPPED))
+    with pytest.raises(UserError, match="the step of `step` updates its state in the hosts' memory; trace it with"):
+        on_host(unknown, "none")
+
+
+def test_an_option_overrides_the_host_that_a_file_chooses(tmp_path: Path) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(FILE)
+    assert open_source(str(file)).on_host == "optimizer"
+    assert open_source(str(file), host="optimizer").on_host == "optimizer"
+    assert open_source(str(file), host="none").on_host == "none"
+
+
+FILE = """
+import autoshard, jax, optax
+
+rule = optax.adamw(1e-2)
+
+
+def step(params, state, x):
+    grads = jax.grad(lambda p: (jax.lax.scan(lambda x, w: (x @ w, None), x, p)[0] ** 2).mean())(params)
+    updates, state = rule.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def program():
+    params = jax.ShapeDtypeStruct((3, 16, 16), "float32")
+    args = params, jax.eval_shape(rule.init, params), jax.ShapeDtypeStruct((8, 16), "float32")
+    return autoshard.trace(step, args, donate_argnums=(0, 1), host="optimizer")
+"""
 
 
 def test_sources_take_it() -> None:

@@ -3,10 +3,12 @@
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu import flash_attention as flash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-from autoshard.program.kernels.attention_masks import computed_share, grid_steps
+from autoshard.program.kernels.attention_masks import computed_share, grid_steps, seen_share
 from autoshard.program.kernels.flash_attention import KernelBlocks
 from autoshard.program.kernels.pallas_rules import PallasCall
 from autoshard.program.kernels.splash_attention import splash_attention
@@ -43,6 +45,27 @@ def test_masked_blocks_of_splash_attention_are_left_out_for_any_sides(block: tup
     for call, matmuls in ((forward, 2), (of_queries, 3), (of_keys, 4)):
         assert call.steps == 2 * grid_steps(1024, 1024, True, None, block)
         assert call.flops == matmuls * 2 * 2 * 1024 * 1024 * 128 * share
+
+
+@pytest.mark.parametrize(("length", "keys"), [(1024, 1024), (256, 1024), (1024, 512)])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 100, 600, 2000])
+def test_shares_are_those_of_the_masks_of_splash_attention(
+    length: int, keys: int, causal: bool, window: int | None
+) -> None:
+    sides = (None if window is None else window - 1, 0 if causal else None if window is None else window - 1)
+    seen = masks.LocalMask((length, keys), sides, keys - length)[:, :]
+    assert seen_share(length, keys, causal, window) == pytest.approx(np.mean(seen), abs=1 / min(length, keys))
+    for high, wide in ((128, 128), (256, 64), (64, 512)):
+        blocks = seen.reshape(length // high, high, keys // wide, wide).any((1, 3))
+        assert grid_steps(length, keys, causal, window, (high, wide)) == blocks.sum()
+        assert computed_share(length, keys, causal, window, (high, wide)) == blocks.mean()
+
+
+def test_shares_of_known_shapes() -> None:
+    assert seen_share(4096, 4096, True, None) == 0.5
+    assert seen_share(1024, 4096, True, None) == 0.875
+    assert seen_share(4096, 4096, False, 128) == pytest.approx(0.061, abs=1e-3)
 
 
 @pytest.mark.parametrize(("length", "padded"), [(1024, 1024), (900, 1024), (4352, 5120)])

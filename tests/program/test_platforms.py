@@ -126,6 +126,20 @@ def test_what_has_one_lowering_is_planned_with_it_and_says_so(fn):
     assert "as JAX lowers it for cpu" in on_tpu.notes[-1]
 
 
+def test_a_lack_of_memory_is_not_remembered_as_a_missing_lowering(monkeypatch: pytest.MonkeyPatch):
+    program = autoshard.trace(*PROGRAMS["layer"])
+
+    def fails(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jax.stages.Traced, "lower", fails)
+        with pytest.raises(MemoryError):
+            lowered_for(program, "tpu")
+    again = lowered_for(program, "tpu")
+    assert again.platform == "tpu" and again.notes == program.notes
+
+
 @pytest.mark.parametrize(
     ("name", "flops"),
     [("qr", 2 * (2 * 256 * 128**2 - 2 * 128**3 / 3)), ("eigh", 9 * 128**3), ("lu", 2 * 128**3 / 3 + 2 * 128**3)],

@@ -122,6 +122,8 @@ def test_of_a_recipe_every_stack_is_a_pipeline_and_jitted_parts_are_traced_again
     [
         ({"stages": 16}, "16 stages are more than the 8 layers of this stack; use 8 or fewer, or none."),
         ({"stages": 0}, "0 stages cannot be; 1 is no pipeline."),
+        ({"microbatches": 4}, "autoshard.stack takes microbatches only with stages; add stages=2 or more, or leave"),
+        ({"microbatches": 3, "schedule": "1f1b"}, "autoshard.stack takes microbatches and schedule only with stages;"),
         ({"stages": 4, "microbatches": 3}, "3 microbatches do not divide the batch: this stack has 8 examples."),
         ({"stages": 4, "schedule": "1f1b"}, "schedule `1f1b` is not known; use gpipe, circular, or circular:2"),
         ({"stages": 4, "schedule": "circular:1"}, "schedule `circular:1` is not known"),

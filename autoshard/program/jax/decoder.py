@@ -109,9 +109,9 @@ def decoder_program(
     - `gradients`: dtype to which gradients are rounded for the optimizer; None to leave them unchanged.
     - `stack_axis`: dim of stacked parameters that counts layers, 0 or 1.
     - `scanned`: False to unroll the layers, each with its own parameters.
-    - `gathered_on`: a `jax.sharding.AbstractMesh` on which a layer's weights are gathered once, in `compute_dtype`.
-      The gathered weights are saved for the backward pass. On a mesh with an axis `model` the partitioner chooses
-      their sharding, so that they may stay split over that axis. None for no constraint.
+    - `gathered_on`: a `jax.sharding.AbstractMesh` on which a layer's weights are gathered once, in `compute_dtype`. The
+      gathered weights are saved for the backward pass. On a mesh with an axis `model` those of attention and MLP stay
+      split over it, and the partitioner chooses the sharding of others. None for no constraint.
     - `gradient_groups`: number of parts of a microbatch with separate gradients until all microbatches are done.
     - `whole_on`: abstract mesh on which every device then has the averages whole; None for no constraint.
     - `pipeline`: stages made from the layers, except the first dense ones of a model with experts. Each of the
@@ -384,7 +384,7 @@ def _layer(
     from jax.ad_checkpoint import checkpoint_name
 
     if how.gathered_on is not None:
-        weights = {key: _gathered(value, how) if value.ndim > 1 else value for key, value in weights.items()}
+        weights = {key: _gathered(key, value, how) if value.ndim > 1 else value for key, value in weights.items()}
     if "input" in how.offloaded:
         hidden = checkpoint_name(hidden, "input")
     hidden = hidden + checkpoint_name(_attended(dims, hidden, weights, window, how), "out")
@@ -400,18 +400,31 @@ def _layer(
     return hidden + checkpoint_name(product("bsf,fd->bsd", inner, weights["mlp.down_proj.weight"]), "down")
 
 
-def _gathered(weight: Any, how: _LayerOptions) -> Any:
+_MODEL_DIMS = {f"attn.{name}_proj.weight": 1 for name in ("q", "k", "v")} | {"attn.o_proj.weight": 0}
+_MODEL_DIMS |= {"mlp.gate_proj.weight": 1, "mlp.up_proj.weight": 1, "mlp.down_proj.weight": 0}
+"""Dims of a layer's weights, heads or inner features, that tensor parallelism splits."""
+
+
+def _gathered(name: str, weight: Any, how: _LayerOptions) -> Any:
     """Return a weight in the compute dtype, whole on every device; its gradient may be split like the parameter.
 
-    `how.gathered_on` must not be None. On a mesh with an axis `model` all dims are left to the partitioner instead.
-    The result is named `_WEIGHTS`, so that a remat policy can save it.
+    On a mesh with an axis `model` a weight stays split over that axis, in its dim of `_MODEL_DIMS`. Weights without
+    such a dim, and those that the axis does not divide, are left to the partitioner.
+    `how.gathered_on` must not be None. The result is named `_WEIGHTS`, so that a remat policy can save it.
     """
     import jax
     from jax.ad_checkpoint import checkpoint_name
     from jax.sharding import NamedSharding, PartitionSpec
 
-    free = PartitionSpec.UNCONSTRAINED if "model" in how.gathered_on.axis_names else None
-    spec = NamedSharding(how.gathered_on, PartitionSpec(*[free] * weight.ndim))
+    parts = how.gathered_on.shape.get("model", 1)
+    dims: list[Any] = [None] * weight.ndim
+    if parts > 1:
+        dim = _MODEL_DIMS.get(name)
+        if dim is None or weight.shape[dim] % parts:
+            dims = [PartitionSpec.UNCONSTRAINED] * weight.ndim
+        else:
+            dims[dim] = "model"
+    spec = NamedSharding(how.gathered_on, PartitionSpec(*dims))
 
     @jax.custom_vjp  # the transpose of a sharding constraint asks the same of the gradient
     def whole(value: Any) -> Any:

@@ -19,15 +19,22 @@ HOSTS = ("none", "optimizer")
 def on_host(program: Program, what: str) -> Program:
     """Return the same step with `what`, one of `HOSTS`, in the hosts' memory: the optimizer state of stacks of layers.
 
-    With `none`, or if it is there already, the program is returned unchanged. Optimizer state of other parameters stays
-    on the devices, and a note counts it. The step is lowered again.
+    With `none` all state is on the devices. The program is returned unchanged if its state is there already. Optimizer
+    state of other parameters stays on the devices, and a note counts it. The step is lowered again.
 
-    Raises `UserError` for any other text, for a program without such state, and if no update is elementwise.
+    Raises `UserError` for any other text, for a program without such state, and if no update is elementwise. A step
+    whose form on the devices is not known raises it for `none`.
     """
     if what not in HOSTS:
         raise UserError(f"--host `{what}` does not exist; use {' or '.join(f'`{each}`' for each in HOSTS)}.")
-    if what == program.on_host or what == "none":
+    if what == program.on_host:
         return program
+    if what == "none":
+        if not isinstance(program.fn, Streamed):
+            raise UserError(
+                f"the step of `{program.name}` updates its state in the hosts' memory; trace it with host `none`."
+            )
+        return _lowered_again(program, program.fn.fn, what, [n for n in program.notes if not n.startswith(_NOTE)])
     ties = {n: a.result for n, a in enumerate(program.arguments) if a.result is not None}
     state = [n for n in ties if program.arguments[n].role is Role.OPTIMIZER_STATE and program.arguments[n].shape]
     if not state:
@@ -43,16 +50,30 @@ def on_host(program: Program, what: str) -> Program:
             "hosts' memory could store: run its layers by jax.lax.scan over stacked parameters with an optimizer such "
             "as adamw, or leave out `--host optimizer`."
         )
-    fn = Streamed(program.fn, ties, hosted)
-    lowered = lower_function(fn, program.args, program.donate_argnums, program.name)
-    module, fingerprint = serialise(lowered.ir, program.arguments)
     stays = len(state) - len(hosted)
     one = "1 tensor stays" if stays == 1 else f"{stays} tensors stay"
     more = f"; {one} on the devices, of parameters that no loop over layers takes" if stays else ""
-    note = f"Optimizer state of stacks of layers waits in the hosts' memory and is updated a layer at a time{more}."
-    more = {"notes": (*program.notes, note), "on_host": what, "lowerings": lowered.lowerings}
-    more |= {"platform": lowered.platform, "module": module, "fingerprint": fingerprint}
-    return dataclasses.replace(program, fn=fn, **more)
+    return _lowered_again(program, Streamed(program.fn, ties, hosted), what, [*program.notes, f"{_NOTE}{more}."])
+
+
+_NOTE = "Optimizer state of stacks of layers waits in the hosts' memory and is updated a layer at a time"
+"""Start of the note on a program with state in the hosts' memory."""
+
+
+def _lowered_again(program: Program, fn: Callable[..., Any], what: str, notes: Sequence[str]) -> Program:
+    """Return the program with the step `fn`, lowered, which has `what` in the hosts' memory, and with these notes."""
+    lowered = lower_function(fn, program.args, program.donate_argnums, program.name)
+    module, fingerprint = serialise(lowered.ir, program.arguments)
+    return dataclasses.replace(
+        program,
+        fn=fn,
+        notes=tuple(notes),
+        on_host=what,
+        lowerings=lowered.lowerings,
+        platform=lowered.platform,
+        module=module,
+        fingerprint=fingerprint,
+    )
 
 
 class Streamed:

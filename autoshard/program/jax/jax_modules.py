@@ -176,7 +176,7 @@ def _without_nnx(
         after = nnx.state(tuple(objects))
         return tuple(after[k] if k in after else nnx.State({}) for k in range(len(places))), result
 
-    changed = _changed(run, arrays.args, len(places))
+    changed = _changed(run, arrays.args, places)
 
     @functools.wraps(fn)
     def step(*given: Any) -> Any:
@@ -187,23 +187,26 @@ def _without_nnx(
     return step, tuple(i for i, differs in zip(places, changed, strict=True) if differs), roles
 
 
-def _changed(run: Callable[..., Any], args: tuple[Any, ...], count: int) -> list[bool]:
-    """Return for each of the first `count` states of the result whether `run` computes any of its leaves.
+def _changed(run: Callable[..., Any], args: tuple[Any, ...], places: Sequence[int]) -> list[bool]:
+    """Return for each of the arguments at `places` whether `run` changes it; its first result has their new states.
 
-    Leaves that are arguments, at any position, or literals count as passed through.
+    A state is unchanged if it has the structure of its argument and each leaf is the same leaf of that argument.
     """
     import jax
 
-    closed, shape = jax.make_jaxpr(run, return_shape=True)(*args)
-    passed = set(closed.jaxpr.invars)
-    changed: list[bool] = []
-    start = 0
-    for state in shape[0]:
-        size = len(jax.tree.leaves(state))
-        outs = closed.jaxpr.outvars[start : start + size]
-        changed.append(any(var not in passed for var in outs if hasattr(var, "aval") and not hasattr(var, "val")))
-        start += size
-    return changed[:count]
+    closed, (states, _) = jax.make_jaxpr(run, return_shape=True)(*args)
+    # The variables of the jaxpr stand in the places of the arguments' leaves, those of its results likewise.
+    before = jax.tree.unflatten(jax.tree.structure(args), closed.jaxpr.invars)
+    leaves, structure = jax.tree.flatten(states)
+    after = jax.tree.unflatten(structure, closed.jaxpr.outvars[: len(leaves)])
+    return [_leaves_by_path(state) != _leaves_by_path(before[i]) for i, state in zip(places, after, strict=True)]
+
+
+def _leaves_by_path(tree: Any) -> list[Any]:
+    """Return (path, leaf) of each leaf, in order."""
+    import jax
+
+    return jax.tree_util.tree_leaves_with_path(tree)
 
 
 def _kinds(nnx: Any, state: Any) -> list[type]:

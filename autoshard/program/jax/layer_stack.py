@@ -242,15 +242,14 @@ def stack(
     - `layer`: function of `x` and one layer's parameters that returns `x` with the same shapes and dtypes.
     - `stacked`: pytree of arrays [layers, ...], one entry for each layer.
     - `x`: an array or a pytree of arrays.
-    - `stages`: number of stages; None for those that the caller's context requests.
-    - `microbatches`: number of microbatches; None for as many as stages. Without `stages` it is ignored, and so is
-      `schedule`.
+    - `stages`: number of stages; None for those that the caller's context requests. 1 is the scan.
+    - `microbatches`: number of microbatches; None for as many as stages. The scan of one stage ignores it.
     - `schedule`: `gpipe` (once through all stages; the default), `circular:R` or `circular`. With `circular:R` each
       stage has R chunks of layers, and microbatches go round R times. With `circular` each chunk has one layer.
 
-    Raises `UserError` for more stages than layers and if the microbatches do not divide the batch. A circular schedule
-    raises it unless the microbatches are a multiple of its stages. A layer raises it if it changes shapes or needs the
-    whole batch.
+    Raises `UserError` for microbatches or a schedule without `stages`, for more stages than layers, and if the
+    microbatches do not divide the batch. A circular schedule raises it unless the microbatches are a multiple of its
+    stages. A layer raises it if it changes shapes or needs the whole batch.
     """
     import jax
 
@@ -259,6 +258,12 @@ def stack(
     if len(sizes) != 1:
         problem = f"their first dims are {', '.join(map(str, sizes))}" if sizes else "there are none"
         raise UserError(f"autoshard.stack takes parameters with one entry for each layer in front, but {problem}.")
+    given = [name for name, value in (("microbatches", microbatches), ("schedule", schedule)) if value is not None]
+    if stages is None and given:
+        raise UserError(
+            f"autoshard.stack takes {' and '.join(given)} only with stages; add stages=2 or more, or leave "
+            f"{'both' if len(given) > 1 else 'it'} out."
+        )
     active = _asked.get()
     pipeline = read_pipeline(stages, microbatches, schedule) if stages is not None else active and active.pipeline
     if active is not None:

@@ -4,16 +4,25 @@ from typing import Any
 
 
 def seen_share(length: int, keys: int, causal: bool, window: int | None) -> float:
-    """Return the share of `length` x `keys` scores that are not masked; as many queries as keys are assumed.
+    """Return the share of `length` x `keys` scores that are not masked; masks are those of `_computed`.
 
-    It is 1 without a causal mask, even with a window, and 0.5 under a causal mask without a window below `keys`.
+    Half of the diagonal counts, so that a causal mask over as many queries as keys leaves 0.5.
     """
-    if not causal:
+    if not causal and window is None:
         return 1.0
-    if window is None or window >= keys:
-        return 0.5
-    # The first `window` rows see half a window each on average, all others a whole one.
-    return window * (1 - window / (2 * keys)) / keys
+    # A query at position p sees the keys from p - window to p, or to p + window without a causal mask.
+    ahead, behind = 0 if causal else window or 0, keys if window is None else window
+    first = keys - length
+
+    def twice_below(end: int) -> int:
+        """Return twice the integral of the number of keys below a position, over positions up to `end`."""
+        inside = min(max(end, 0), keys)
+        # integral from 0 to x of min(p, keys) dp = m (x - m / 2), with m = min(x, keys)
+        return inside * (2 * max(end, 0) - inside)
+
+    upper = twice_below(keys + ahead) - twice_below(first + ahead)
+    lower = twice_below(keys - behind) - twice_below(first - behind)
+    return (upper - lower) / (2 * length * keys)
 
 
 def computed_share(length: int, keys: int, causal: bool, window: int | None, block: tuple[int, int]) -> float:
@@ -35,19 +44,18 @@ def grid_steps(length: int, keys: int, causal: bool, window: int | None, block: 
 def _computed(length: int, keys: int, causal: bool, window: int | None, block: tuple[int, int]) -> list[int]:
     """Return the number of blocks that are not fully masked, for each row of blocks.
 
-    Under a causal mask the last query sees the last key, and with a window only the last `window` keys. Without a
-    causal mask all blocks count, even with a window.
+    The last query is at the last key. Under a causal mask queries see keys up to their position, and with a window only
+    the last `window` of them. Other queries with a window see keys less than `window` away on both sides.
     """
     high, wide = block
     rows, columns = -(-length // high), -(-keys // wide)
-    if not causal:
-        return [columns] * rows
-    late = keys - length  # the last query sees the last key
+    late = keys - length
     counts = []
     for row in range(rows):
         first, last = row * high + late, min((row + 1) * high, length) - 1 + late
         begin = 0 if window is None else max(0, first - window + 1) // wide
-        counts.append(max(0, min(columns - 1, last // wide) - begin + 1))
+        seen = last if causal else keys - 1 if window is None else last + window - 1
+        counts.append(max(0, min(columns - 1, seen // wide) - begin + 1))
     return counts
 
 

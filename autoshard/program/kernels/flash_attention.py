@@ -55,7 +55,7 @@ def flash_attention(
 
     - `query`: [B, K, G, S, D]; each of the K key-value heads serves G query heads.
     - `key`, `value`: [B, K, T, D] and [B, K, T, E].
-    - `causal`, `window`: masks of the scores; a window without `causal` masks nothing in the price.
+    - `causal`, `window`: masks of the scores, as in `splash_attention`.
     - `blocks`: blocks of scores, None for the defaults, capped to the lengths. Fully masked blocks are skipped, as in
       jax's splash kernel.
     - `ring`: keys and values go around the devices that share the sequence.

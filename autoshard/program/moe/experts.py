@@ -46,13 +46,15 @@ class ExpertForm:
     ragged: bool = False
     """True if only the real rows of a group and sequence are sent to its device."""
 
-    @property
-    def text(self) -> str:
-        """The spelling that `parse_experts` reads, for experts that are sorted in groups."""
-        return f"{'ragged' if self.ragged else self.kind}:{self.groups}"
-
     all_slots: bool = False
     """True if each expert has as many slots as there may be tokens."""
+
+    @property
+    def text(self) -> str:
+        """The spelling that `parse_experts` reads."""
+        if self.kind == "slots":
+            return "slots:all" if self.all_slots else "slots"
+        return f"{'ragged' if self.ragged else 'sorted'}:{self.groups}"
 
     @property
     def limited(self) -> bool:
