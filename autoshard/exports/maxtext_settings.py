@@ -26,7 +26,7 @@ def maxtext_text(plan: Plan, sentence: str) -> str:
     for axis, size in plan.mesh.items():
         use = uses[axis]
         notes.append(f"{axis}={size} is used as {use} parallelism.")
-        outer = size if dcn % size == 0 and dcn >= size else dcn if size % dcn == 0 else 1
+        outer = math.gcd(size, dcn)
         dcn //= outer
         for prefix, part in (("dcn", outer), ("ici", size // outer)):
             if part > 1:

@@ -66,7 +66,9 @@ def read_transformers(plan: Plan) -> TransformersStyles:
     """
     layers = read_layers(plan, "transformers", "hold it whole here")
     experts, of_experts, lacks = _experts(plan, layers)
-    routers = {name for name in layers.styles if _is_router(plan, name)}
+    routers = {
+        name for name, (_, count) in layers.linear.items() if name in layers.styles and _is_router(plan, name, count)
+    }
     lacks += [f"{name}.weight: it is the router of experts, which no style splits; it is whole here."
               for name in sorted(routers)]  # fmt: skip
     styles = {name: style for name, style in layers.styles.items() if name not in routers}
@@ -223,11 +225,12 @@ def _layout(plan: Plan, keys: Mapping[str, str]) -> str:
     return "turned" if up[1:] == (down[2], 2 * down[1]) else ""
 
 
-def _is_router(plan: Plan, name: str) -> bool:
+def _is_router(plan: Plan, name: str, count: int) -> bool:
     """Return True if the layer `name` outputs one number for each expert of a module of experts next to it or to a
     parent.
+
+    `count` is the layer's number of output columns.
     """
-    count = layer_shape(plan, f"{name}.weight")[0]
     while name := name.rpartition(".")[0]:
         siblings = [n for n in plan.arguments if n.startswith(f"{name}.") and plan.is_weight(n)]
         if any(len(layer_shape(plan, n)) == 3 and layer_shape(plan, n)[0] == count for n in siblings

@@ -217,7 +217,6 @@ _CALLS: tuple[tuple[tuple[str, ...], Count], ...] = (
     (("geev", "gees"), lambda m, n: 25 * n**3),
     (("gehrd",), lambda m, n: 10 * n**3 / 3),
     (("sytrd", "hetrd"), lambda m, n: 4 * n**3 / 3),
-    (("trsm",), lambda m, n: n * m**2),
 )
 """The (parts of target names, FLOPs for one m x n matrix) pairs; the leading terms of the usual operation counts."""
 SMALL = ("pivots_to_permutation", "gtsv", "threefry")
@@ -226,8 +225,10 @@ SMALL = ("pivots_to_permutation", "gtsv", "threefry")
 
 def call_flops(target: str, operands: Sequence[Tensor]) -> int:
     """Return the FLOPs of a custom call of linear algebra on a batch of matrices, its first operand; 0 for any other
-    call.
+    call. The second operand of a triangular solve has the right-hand sides.
     """
+    if "trsm" in target and len(operands) > 1:
+        return _solve(*operands[:2])
     for parts, count in _CALLS:
         if any(part in target for part in parts) and operands and len(operands[0].shape) >= 2:
             return _of(operands[0].shape, count)
@@ -239,8 +240,13 @@ def decomposition_flops(kind: str, operands: Sequence[Tensor], results: Sequence
     if kind == "cholesky":
         return _of(operands[0].shape, lambda m, n: n**3 / 3)
     if kind == "triangular_solve":
-        return results[0].elements * operands[0].shape[-1]
+        return _solve(operands[0], results[0])
     return 0
+
+
+def _solve(triangle: Tensor, sides: Tensor) -> int:
+    """Return the FLOPs of a triangular solve: one row of `triangle` for each element of the right-hand sides."""
+    return sides.elements * triangle.shape[-1]
 
 
 def _of(shape: Sequence[int], count: Count) -> int:

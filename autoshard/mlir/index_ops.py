@@ -144,14 +144,16 @@ def _indexed_dims(op: Any) -> set[int]:
 
 
 def _is_splat(value: Any) -> bool:
-    """Return True for one number that is broadcast to a shape, or any constant: XLA never slices it."""
+    """Return True for one number that is repeated in a whole shape: XLA never slices it."""
+    from jaxlib.mlir import ir
+
     maker = maker_of(value)
     while maker is not None and maker.name in (CONSTRAINT, *_VIEWS):
         maker = maker_of(maker.operands[0])
-    return maker is not None and (
-        maker.name == "stablehlo.constant"
-        or (maker.name == "stablehlo.broadcast_in_dim" and not _shape(maker.operands[0]))
-    )
+    if maker is not None and maker.name == "stablehlo.constant":
+        numbers = maker.attributes["value"]
+        return isinstance(numbers, ir.DenseElementsAttr) and numbers.is_splat
+    return maker is not None and maker.name == "stablehlo.broadcast_in_dim" and not _shape(maker.operands[0])
 
 
 def _separate(pin: Any) -> None:

@@ -7,8 +7,10 @@ from autoshard.mlir.annotations import CONSTRAINT, SpecLike, axes_of, read_shard
 from autoshard.mlir.inline import inline_calls
 from autoshard.mlir.module import argument_entries, location_name, main_function, parse_module, source_line
 from autoshard.mlir.numbering import number_ops
+from autoshard.mlir.stated_shardings import manual_axes
 
 
+_REGION = "sdy.manual_computation"
 _NUMBER = "autoshard.number"
 """Attribute with an op's number, which passes that add and remove ops do not change."""
 
@@ -172,7 +174,8 @@ def _argument_specs(module: Any) -> list[tuple[tuple[str, ...], ...] | None]:
 def _spec_of(value: Any, arguments: list[Any]) -> tuple[tuple[str, ...], ...] | None:
     """Return the mesh axes per dim of any value after propagation; None if it has no sharding, thus no split.
 
-    `arguments` are the specs of `@main`'s arguments.
+    `arguments` are the specs of `@main`'s arguments. A manual computation's arguments are split inside of it by the
+    axes that are not split by hand.
     """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import sdy
@@ -183,11 +186,27 @@ def _spec_of(value: Any, arguments: list[Any]) -> tuple[tuple[str, ...], ...] | 
         parent = owner.owner.operation
         if parent.name == "func.func":
             return arguments[number] if number < len(arguments) else None
+        if parent.name == _REGION:
+            by_hand = manual_axes(parent)
+            whole = _region_spec(parent, "in_shardings", number)
+            return tuple(tuple(axis for axis in axes if axis not in by_hand) for axes in whole)
         shardings = read_shardings(parent)
         return shardings[number] if number < len(shardings) else None
     operation = owner.operation
+    if operation.name == _REGION:
+        return _region_spec(operation, "out_shardings", ir.OpResult(value).result_number)
     if operation.name in ("sdy.reshard", CONSTRAINT):
         return _reshard_spec(operation)
     if "out_sharding" in operation.attributes:  # Shardy's own collectives
         return axes_of(sdy.TensorShardingAttr(operation.attributes["out_sharding"]))
     return read_shardings(operation)[ir.OpResult(value).result_number]
+
+
+def _region_spec(region: Any, side: str, number: int) -> Dims:
+    """Return the mesh axes per dim of a whole operand or result of a manual computation.
+
+    `side` is `in_shardings` for the operand `number`, `out_shardings` for the result.
+    """
+    from jaxlib.mlir.dialects import sdy
+
+    return axes_of(sdy.TensorShardingAttr(sdy.TensorShardingPerValueAttr(region.attributes[side]).shardings[number]))

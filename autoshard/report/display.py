@@ -119,7 +119,7 @@ def save_picture(figure: Any, path: str | os.PathLike[str]) -> None:
     kind = Path(path).suffix.lstrip(".").lower()
     kinds = sorted(figure.canvas.get_supported_filetypes())
     if kind not in kinds:
-        raise UserError(f"--plot {path}: a picture ends in one of {', '.join('.' + each for each in kinds)}.")
+        raise UserError(f"cannot write {path}: a picture ends in one of {', '.join('.' + each for each in kinds)}.")
     picture = io.BytesIO()
     figure.savefig(picture, format=kind, dpi=150)
     try:

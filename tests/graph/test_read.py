@@ -347,6 +347,18 @@ def test_an_opaque_call_needs_whole_what_it_does_not_tie() -> None:
     assert call.rule.kinds.count(FactorKind.PARALLEL) == 1
 
 
+@pytest.mark.parametrize("sides", [1, 32])
+def test_a_triangular_solve_costs_a_row_of_the_triangle_for_each_number_of_its_right_hand_sides(sides: int) -> None:
+    def left(a: Any, b: Any) -> Any:
+        return lax.linalg.triangular_solve(a, b, left_side=True, lower=True)
+
+    def right(a: Any, b: Any) -> Any:
+        return lax.linalg.triangular_solve(a, b, lower=True)
+
+    assert graph_of(left, f32(3, 8, 8), f32(3, 8, sides)).flops == 3 * 8 * 8 * sides
+    assert graph_of(right, f32(3, 8, 8), f32(3, sides, 8)).flops == 3 * 8 * 8 * sides
+
+
 def test_complex_values_are_tensors_like_others() -> None:
     graph = graph_of(lambda x: jnp.fft.fft(x).real, f32(8, 4))
     (fft,) = ops(graph, "fft")

@@ -101,6 +101,44 @@ def test_sums_and_reshards_name_axes_that_need_quotes() -> None:
 
 
 @pytest.mark.heavy
+@pytest.mark.parametrize("row", [0, 5, 15])
+def test_rows_of_a_split_constant_are_written_where_they_are_asked_for(row: int) -> None:
+    """Compare with numpy: without a barrier XLA writes into a wrong shard."""
+    values = random(16, 8)
+
+    def run(factor: Any) -> Any:
+        return lax.with_sharding_constraint(jnp.asarray(values), placed(("a b", 'c"'))).at[row].set(0) * factor
+
+    def guard(module: Any) -> None:
+        mlir.guard_indexing(mlir.inline_calls(module))
+
+    expected = values * 2
+    expected[row] = 0
+    lowering = lowered(run, [np.full((16, 8), 2, np.float32)], placed())
+    np.testing.assert_array_equal(compiled(lowering, guard, np.full((16, 8), 2, np.float32)), expected)
+
+
+@pytest.mark.heavy
+def test_reshards_at_both_sides_of_a_manual_computation_are_read() -> None:
+    """Gather inside of a region over one axis, and its result outside: XLA gathers over each axis once."""
+
+    def body(x: Any) -> Any:
+        return lax.with_sharding_constraint(x, PartitionSpec(None, None)) * 2
+
+    def run(x: Any) -> Any:
+        rows = PartitionSpec("a b", None)
+        made = jax.shard_map(body, mesh=MESH, in_specs=rows, out_specs=rows, axis_names={"a b"}, check_vma=False)(x)
+        return lax.with_sharding_constraint(made, placed())
+
+    lowering = lowered(run, [random(16, 8)], placed(A, C))
+    module = mlir.inline_calls(mlir.parse_module(mlir.to_bytes(lowering.compiler_ir("stablehlo"))))
+    inner, outer = mlir.explicit_reshards(module)
+    assert (inner["shape"], inner["before"], inner["after"]) == ((4, 8), ((), C), ((), ()))
+    assert (outer["shape"], outer["before"], outer["after"]) == ((16, 8), (A, ()), ((), ()))
+    assert lowering.compile().as_text().count(" all-gather(") == 2
+
+
+@pytest.mark.heavy
 def test_pinned_values_have_their_shardings_and_values_stay() -> None:
     pins = [Pin(0, 0, Spec((C, A))), Pin(1, 0, Spec(((), ("a b", 'c"')))), Pin(-1, 1, Spec((A, C)), (0, 1))]
     lowering = lowered(two_matmuls, MATRICES, placed(), placed(), placed())

@@ -262,10 +262,19 @@ def test_flax_rules_turn_names_into_the_plans_specs(small: Plan):
     [
         ("v5p:4x8x8", {"data": 32, "model": 8}, {"ici_fsdp": 32, "ici_tensor": 8}),
         ("v5e:16x16*2", {"data": 64, "model": 8}, {"dcn_fsdp": 2, "ici_fsdp": 32, "ici_tensor": 8}),
-        # An axis spans slices only if its size is a multiple of their number.
         ("v5e:4x4*3", {"model": 16, "data": 3}, {"ici_tensor": 16, "dcn_fsdp": 3}),
         ("v5e:4x4*4", {"data": 2, "model": 32}, {"dcn_fsdp": 2, "dcn_tensor": 2, "ici_tensor": 16}),
-        ("v5e:4x4*6", {"data": 4, "model": 24}, {"ici_fsdp": 4, "dcn_tensor": 6, "ici_tensor": 4}),
+        # Sizes and slices share factors, but neither divides the other.
+        (
+            "v5e:4x4*6",
+            {"data": 4, "model": 24},
+            {"dcn_fsdp": 2, "ici_fsdp": 2, "dcn_tensor": 3, "ici_tensor": 8},
+        ),
+        (
+            "v5e:4x4*6",
+            {"data": 4, "model": 8, "rest": 3},
+            {"dcn_fsdp": 2, "ici_fsdp": 2, "ici_tensor": 8, "dcn_tensor": 3},
+        ),
         ("v5e:4x4*2", {"data": 1, "model": 32}, {"dcn_tensor": 2, "ici_tensor": 16}),
     ],
 )

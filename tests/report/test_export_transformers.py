@@ -255,6 +255,13 @@ def test_biases_of_experts_go_with_them(plan: Plan) -> None:
     assert plan_rules == dict.fromkeys(biased, "grouped_gemm") | {f"{LAYER}.mlp.experts": "ep_dispatch_experts"}
 
 
+def test_a_router_with_its_columns_last_is_whole(plan: Plan) -> None:
+    router = {f"{LAYER}.mlp.gate.weight": ((2, 8, 4), 2), f"{LAYER}.mlp.gate.bias": ((2, 4), 1)}
+    text = export_plan(made_of(plan, experts((4, 64, 16), (4, 16, 32), (2, None)) | router), "transformers", force=True)
+    assert f"{LAYER}.mlp.gate.weight: it is the router of experts" in text
+    assert f"{LAYER}.mlp.gate" not in rules(text)["TP_PLAN"]
+
+
 def test_layers_that_differ_are_whole_and_reported(plan: Plan) -> None:
     """Leave layers that differ whole: transformers has one style for a module of all layers."""
     split = {

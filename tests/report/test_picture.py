@@ -10,6 +10,7 @@ from rich.console import Console
 from autoshard.errors import UserError
 from autoshard.planning import Spec
 from autoshard.report import visualize_sharding, visualize_spec, visualize_tensor_sharding
+from autoshard.report.terminal.sharding_pictures import parts_of_string
 
 
 def drawn(draw, *args, **options) -> list[list[str]]:
@@ -24,6 +25,12 @@ def drawn(draw, *args, **options) -> list[list[str]]:
 def test_tiled():
     assert drawn(visualize_sharding, "{devices=[2,2]0,1,2,3}") == [["0", "1"], ["2", "3"]]
     assert drawn(visualize_sharding, "{devices=[2,2]<=[2,2]T(1,0)}") == [["0", "2"], ["1", "3"]]
+
+
+def test_more_tiles_than_elements():
+    """Draw every device: those of the empty tiles store no element."""
+    placed = parts_of_string("{devices=[4]<=[4]}", (2,))
+    assert placed == {((0, 1),): (0,), ((1, 2),): (1,), ((2, 2),): (2, 3)}
 
 
 def test_partly_replicated():

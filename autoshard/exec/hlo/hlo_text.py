@@ -12,12 +12,14 @@ from collections.abc import Iterator, Mapping
 
 DTYPE_BITS = {
     "pred": 8,
+    "s1": 1,
     "s2": 2,
     "s4": 4,
     "s8": 8,
     "s16": 16,
     "s32": 32,
     "s64": 64,
+    "u1": 1,
     "u2": 2,
     "u4": 4,
     "u8": 8,

@@ -106,7 +106,13 @@ comes in steps. For a small ResNet's moments it was 0.1 % in three orders of eig
 """
 ROUNDINGS = 4
 """Most runs from rounded arguments."""
-ROUNDING = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
+ROUNDING = {
+    "bfloat16": 2.0**-9,
+    "float16": 2.0**-12,
+    "float8_e3m4": 2.0**-6,
+    **dict.fromkeys(("float8_e4m3", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz"), 2.0**-5),
+    **dict.fromkeys(("float8_e5m2", "float8_e5m2fnuz"), 2.0**-4),
+}
 """Half a unit in the last place of float types narrower than 32 bits, relative."""
 INDIFFERENT = 1e-3
 """Largest relative change, under another order of examples, of a result that is no updated state. A step that exceeds

@@ -7,7 +7,7 @@ layers is converted once, before the loop that slices and narrows it. A nested l
 Evidence: docs/compiler_behaviour.md, "Stored dtype of matmul results", "Narrow copies of stacks".
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from autoshard.graph.memory.operand_rounding import INSERTED
 from autoshard.graph.records import OpClass, OpGraph, is_batched
@@ -25,7 +25,7 @@ _PLACED = frozenset({"reshape", "transpose", "slice"})
 
 def stored_buffers(
     graph: OpGraph,
-    buffers: Iterable[Buffer],
+    buffers: Collection[Buffer],
     wide: Mapping[int, int],
     updated: Collection[int] = (),
     narrows_stacks: bool = True,

@@ -131,15 +131,13 @@ _SUBLANES = 8
 """Rows of a register tile on TPUs."""
 _SMALL_TILES = (2, 4)
 """Sizes below eight of a second-minor dim for which the compiler uses smaller tiles that the dim fills."""
-_LEAST = 1 << 20
-"""Stacks below this number of bytes are ignored."""
 
 
 def tile_row_copies(graph: OpGraph) -> tuple[ExtraTraffic, ...]:
     """Return the row-by-row copies that move a stack's layers out of tiles or back into tiles; for TPUs only.
 
     A copy belongs to a transpose of layers and next dim outside of loops, of a stack of three dims and at least
-    `_LEAST` bytes. Either an argument is transposed, or a stack that a loop filled is on its way to results.
+    `_SMALL` bytes. Either an argument is transposed, or a stack that a loop filled is on its way to results.
     """
     arguments, results = set(graph.arguments), set(graph.results)
     carried = {carry.result for loop in graph.loops if not loop.branches for carry in loop.carries}
@@ -148,7 +146,7 @@ def tile_row_copies(graph: OpGraph) -> tuple[ExtraTraffic, ...]:
         if op.kind != "transpose" or op.loop >= 0 or not exchanges_outer(op):
             continue
         source, turned = graph.tensors[op.operands[0]], graph.tensors[op.results[0]]
-        if source.bytes < _LEAST or len(source.shape) != 3:
+        if source.bytes < _SMALL or len(source.shape) != 3:
             continue
         if source.id in arguments and _fills_tiles(source.shape[1]):
             passes.append(ExtraTraffic(source.id, -1, 1, by_rows=True))

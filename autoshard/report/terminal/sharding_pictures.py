@@ -98,7 +98,9 @@ def parts_of_string(text: str, shape: Sequence[int] | None = None, devices: int 
         for index, tile, size in zip(place, tiles, sizes, strict=True):
             step = -(-size // tile)
             spans.append((min(index * step, size), min((index + 1) * step, size)))
-        placed[tuple(spans)] = tuple(sorted(int(device) for device in grid[place]))
+        # Several tiles are empty if a dim has fewer elements than tiles: they are one part.
+        part = tuple(spans)
+        placed[part] = tuple(sorted([*placed.get(part, ()), *map(int, grid[place])]))
     return placed
 
 

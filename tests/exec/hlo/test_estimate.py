@@ -6,7 +6,7 @@ import pytest
 
 from autoshard.cost import Collectives, Compute, Topology, make_mesh
 from autoshard.exec import decided, estimate
-from autoshard.exec.hlo.hlo_text import parse_hlo
+from autoshard.exec.hlo.hlo_text import Shape, parse_hlo
 from autoshard.exec.hlo.instruction_work import Reader
 from autoshard.exec.hlo.schedule_estimate import estimator_error, pair_error
 
@@ -427,3 +427,10 @@ def test_what_comes_from_the_host_and_goes_there_shares_its_link():
     assert alone.copy_s == alone.by_kind["copy"] == pytest.approx(3 * once)
     assert beside.step_time_s == pytest.approx(alone.step_time_s)  # computed while the first transfer runs
     assert not alone.traffic and alone.exposed_comm_s == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [("u1", 1), ("s1", 1), ("s2", 2), ("u4", 4), ("f4e2m1fn", 4), ("f8e5m2", 8), ("c64", 64)]
+)
+def test_dtypes_have_the_bits_of_their_names(dtype: str, bits: int):
+    assert Shape(dtype, (64,)).bytes == 64 * bits // 8

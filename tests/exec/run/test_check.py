@@ -62,6 +62,19 @@ def test_narrow_floats_are_read_and_have_a_wider_tolerance():
     assert compare(narrow, [value], [value], tolerance=0.5).tolerance == 0.5
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float8_e3m4", "float8_e4m3b11fnuz"])
+def test_results_in_float8_may_differ_by_one_unit_in_the_last_place(dtype):
+    """Count the units by the dtype's own bits; a tolerance that is given has no such exception."""
+    narrow = program(("r", None), dtype=dtype)
+    largest = np.array([1.0], dtype)
+    near, far = ((largest.view(np.uint8) + np.uint8(units)).view(dtype) for units in (1, 2))
+    assert compare(narrow, [near], [largest]).passed and compare(narrow, [largest], [near]).passed
+    assert not compare(narrow, [far], [largest]).passed
+    assert not compare(narrow, [near], [largest], tolerance=1e-5).passed
+    wide = program(("r", None))
+    assert not compare(wide, [array(1.01)], [array(1)]).passed
+
+
 ADAM = program(("params.w", Role.PARAMETER), ("opt.0.mu.w", Role.OPTIMIZER_STATE), ("opt.0.nu.w", Role.OPTIMIZER_STATE))
 P = array(0, 0, 0, 0)
 MU, NU = array(1, -1, 1e-7, 0.5), array(1, 1, 1e-14, 0.25)

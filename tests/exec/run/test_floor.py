@@ -125,6 +125,16 @@ def test_a_program_in_32_bits_has_no_noise_of_rounding() -> None:
     assert narrow_rounding(program) == 0.0 and narrow_rounding(bf16_step()) == 2.0**-9
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_products_of_float8_have_the_noise_of_its_rounding(dtype: str) -> None:
+    def step(w: Any, x: Any) -> Any:
+        return jnp.dot(x.astype(dtype), w.astype(dtype), preferred_element_type=jnp.float32)
+
+    program = trace(step, (f32(16, 4), f32(64, 16)), name="step")
+    # A quarter of the gap between 1 and the next number.
+    assert narrow_rounding(program) == float(jnp.finfo(dtype).eps) / 4
+
+
 def test_orders_are_tried_until_the_noise_is_enough() -> None:
     fn = jax.jit(lambda w, x: w - 0.1 * (x.T @ jnp.tanh(x @ w)))
     program = trace(fn, [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (W, X)], name="step")

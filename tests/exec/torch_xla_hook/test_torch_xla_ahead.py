@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from autoshard.errors import UserError
+from autoshard.exec.torch_xla_hook.lifecycle.abstract_first_step import _loss
 from tests.exec.torch_xla_hook.torch_xla_processes import run_checks
 
 
@@ -52,3 +54,10 @@ def test_what_cannot_be_planned_ahead_is_split_evenly():
         "autoshard: Net is split evenly before its first step, which could not be planned with nothing on the devices: "
         "RuntimeError: who is this"
     ]
+
+
+def test_a_step_without_a_value_to_differentiate_names_the_cause():
+    torch = pytest.importorskip("torch")
+    with pytest.raises(UserError, match="no loss and no tensor that can be differentiated"):
+        _loss({"ids": torch.arange(4), "values": torch.ones(4)})
+    assert _loss((torch.arange(4), torch.full((4,), 3.0, requires_grad=True))).item() == 9

@@ -122,7 +122,7 @@ def test_a_script_may_mark_its_batches_itself_in_every_step(found: dict[str, Any
     assert row["difference"] < 1e-5
     assert row["held"][1] == [over_data, over_data]  # targets like the inputs get the inputs' split
     assert row["held"][2][0].startswith("{devices=[2,1,4]0,2,4,6,1,3,5,7")
-    assert any("your own mark on batch.0.0, 64/data x 96, is kept." in note for note in row["notes"][0])
+    assert any("your own mark on batch.0.0, 64/data x 96, stays." in note for note in row["notes"][0])
 
 
 def test_what_a_module_writes_to_slices_of_what_it_makes_is_not_lost(found: dict[str, Any]):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from autoshard.cost import Topology
+from autoshard.errors import UserError
 from autoshard.exec.torch_xla_hook.capture.lazy_graph import Capture, Known, capture
 from autoshard.exec.torch_xla_hook.capture.op_events import hidden_from_observers
 from autoshard.exec.torch_xla_hook.lifecycle.offline_marks import move_marked
@@ -273,12 +274,14 @@ def _whole(rank: int) -> Any:
 def _loss(output: Any) -> Any:
     """Return the output's loss as its mean, or the mean of the squares of its first differentiable tensor.
 
-    Raises `IndexError` if it has none.
+    Raises `UserError` if it has none.
     """
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if loss is not None:
         return loss.float().mean()
     tensors = [tensor for _, tensor in leaves(output, "") if tensor.is_floating_point() and tensor.requires_grad]
+    if not tensors:
+        raise UserError("its output has no loss and no tensor that can be differentiated.")
     return tensors[0].float().square().mean()
 
 
