@@ -440,7 +440,7 @@ class _Estimated:
             }[asked.remat]
             layers = decoder.layers + decoder.ahead
             sizes["saved"] = 2.0 * layers * self.tokens / model * sum(widths[name] for name in saved)
-            # Gathered parameters in 16 bits: those of a layer, and of the next one, which is gathered meanwhile.
+            # Gathered parameters in 16 bits: those of a layer, and of the next one in advance.
             gathered = 2.0 * 2.0 * decoder.params / layers / model if self.data > 1 else 0.0
             # Logits and their gradient are live between the last layer and its backward pass, not during a layer.
             sizes["temporaries"] = max(layer + gathered, 4.0 * self.tokens * columns)
