@@ -57,11 +57,16 @@ class _Loader(importlib.abc.Loader):
         _ready()
 
 
+def _asked() -> bool:
+    """Return True if `XLA_AUTO_SPMD` is `1` or `true`, in any case."""
+    return os.environ.get("XLA_AUTO_SPMD", "").strip().lower() in ("1", "true")
+
+
 def _ready() -> None:
     """Install the hook if `XLA_AUTO_SPMD` is `1` or `true`, else patch `xr.use_spmd` to install it on demand."""
     import torch_xla.runtime as xr
 
-    if os.environ.get("XLA_AUTO_SPMD", "").strip().lower() in ("1", "true"):
+    if _asked():
         from autoshard.exec import torch_xla_hook
 
         torch_xla_hook.install()
@@ -71,9 +76,9 @@ def _ready() -> None:
     def use_spmd(auto: bool | None = False) -> None:
         """Restore the original function and install the hook, then call `xr.use_spmd` again with `auto`.
 
-        Without `auto`, and without the variable `XLA_AUTO_SPMD`, call the original function and install nothing.
+        If neither `auto` nor `XLA_AUTO_SPMD` asks for auto-sharding, call the original function and install nothing.
         """
-        if not auto and "XLA_AUTO_SPMD" not in os.environ:
+        if not auto and not _asked():
             return original()
         from autoshard.exec import torch_xla_hook
 

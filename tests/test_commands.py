@@ -1,14 +1,20 @@
 """Every command run on a program: its output, its files, and its failures."""
 
+import contextlib
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import pytest
 
 import autoshard
-from autoshard import cli
+from autoshard import UserError, cli
+from autoshard.cli.inputs import start_devices
+from autoshard.cost import Topology
 from autoshard.validation.published_runs import read_rows
 from tests.command import run
 
@@ -330,6 +336,11 @@ def test_a_profile_stands_with_the_prediction(folder: Path, here: Here):
         ("report plan.json --compiled c.json", "--compiled is for the trace; name it with --perfetto trace.json."),
         ("measure step.py", "`autoshard measure` takes either --plan PLAN.json, or --topology to plan first."),
         ("measure step.py --plan plan.json --mesh data=8", "--mesh is for planning; plan.json is a plan already."),
+        ("measure step.py --plan plan.json --time-limit 60", "--time-limit is for planning; plan.json is a plan"),
+        ("measure step.py --plan plan.json --seed 0", "--seed is for planning; plan.json is a plan already."),
+        ("measure step.py --plan plan.json --no-refine-axes", "--no-refine-axes is for planning; plan.json is a plan"),
+        ("measure step.py --plan plan.json --no-calibration", "--no-calibration is for planning; plan.json is a plan"),
+        ("measure step.py --plan plan.json --ignore-constraints", "--ignore-constraints is for planning; plan.json is"),
         (
             "measure step.py --plan plan.json --entry dtypes_differ",
             "another program: argument `x` is float32[32,64] in the plan",
@@ -393,6 +404,25 @@ def test_bad_input_of_real_programs_gets_one_sentence(
     assert message.startswith("autoshard: ")
     assert sentence in message
     assert {path.name for path in folder.iterdir() if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("topology", "kind", "sentence"),
+    [
+        ("h100:8", "NVIDIA H100 80GB HBM3", "8 devices are needed but JAX has started with 2 (gpu)"),
+        ("h100:2", "NVIDIA H200", "the plan is for h100:2, but the devices here are NVIDIA H200; plan for h200."),
+        ("h100:2", "NVIDIA H100 80GB HBM3", ""),
+        ("h100:2", "a chip without a file", ""),
+    ],
+)
+def test_number_and_kind_of_accelerators_are_checked(
+    topology: str, kind: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+):
+    jax.devices()  # the backend has started, as on a machine with accelerators
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind=kind)] * 2)
+    with pytest.raises(UserError, match=re.escape(sentence)) if sentence else contextlib.nullcontext():
+        start_devices(Topology.parse(topology))
 
 
 @pytest.mark.parametrize("suffix", ["graphml", "json", "svg"])

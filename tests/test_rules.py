@@ -29,6 +29,9 @@ def test_leading_dims_and_dims_of_several_factors() -> None:
     assert bound.kinds == ("parallel", "parallel", "reduction", "reduction", "parallel")
     sized = parse_call_rule("k", "(x y) -> x", need_replication="y", sizes={"y": 4})
     assert bind(sized, [(32,)], [(8,)]).sizes == (8, 4)
+    # `z` determines `x` in the second dim, and `x` then determines `y` in the first.
+    chained = parse_call_rule("k", "(x y), (x z), z -> ")
+    assert bind(chained, [(6,), (10,), (5,)], [()]).sizes == (2, 3, 5)
     batched = parse_call_rule("k", "... s -> ... s", need_replication="...")
     assert bind(batched, [(2, 3, 4)], [(2, 3, 4)]).kinds == ("need_replication", "need_replication", "parallel")
     assert bind(parse_call_rule("made", " -> i"), [], [(4,)]).results == (((0,),),)
@@ -74,6 +77,7 @@ def test_a_malformed_rule_is_refused(text: str, options: dict[str, Any], sentenc
             [(2,)],
             "the factors `(x y)` make up 2, but operand 0 of the call of `k` at mlp has a dim",
         ),
+        ("(x y), (y z) -> ", [(9,), (6,)], [()], "does not say how 9 is made of `(x y)` in operand 0"),
         ("(x y) -> ", [(9,)], [()], "does not say how 9 is made of `(x y)` in operand 0"),
         ("... s -> ...", [(2, 3, 4)], [(2,)], "gives result 0 2 dims in '... s -> ...'"),
     ],

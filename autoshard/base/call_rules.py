@@ -248,10 +248,17 @@ def bind(
         for dim, size in zip(expanded, shape, strict=True):
             _fit(rule, sizes, dim, size, f"{what} {k} of {call}")
     # Dims of several factors come second: all sizes that single dims determine are known by now.
-    for (what, k, _, shape), expanded in zip(labelled, tensors, strict=True):
-        for dim, size in zip(expanded, shape, strict=True):
-            if len(dim) > 1:
-                _fit_compound(rule, sizes, dim, size, f"{what} {k} of {call}")
+    compound = [
+        (dim, size, f"{what} {k} of {call}")
+        for (what, k, _, shape), expanded in zip(labelled, tensors, strict=True)
+        for dim, size in zip(expanded, shape, strict=True)
+        if len(dim) > 1
+    ]
+    while compound:
+        # A dim with one unknown factor may determine a factor of the dims before it.
+        dim, size, where = min(compound, key=lambda each: sum(f not in sizes for f in each[0]) > 1)
+        compound.remove((dim, size, where))
+        _fit_compound(rule, sizes, dim, size, where)
     index = {f: i for i, f in enumerate(dict.fromkeys(f for tensor in tensors for dim in tensor for f in dim))}
     kinds = dict(rule.kinds)
     maps = [tuple(tuple(index[f] for f in dim) for dim in tensor) for tensor in tensors]

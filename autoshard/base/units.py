@@ -14,8 +14,10 @@ def format_bytes(size: float) -> str:
     """Format bytes with a binary prefix up to `PiB`: `1536` as `1.50 KiB`; below 1024 as a whole number, `512 B`."""
     value = float(size)
     for unit in _BINARY:
-        if abs(value) < 1024 or unit == _BINARY[-1]:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+        number = f"{value:.0f}" if unit == "B" else f"{value:.2f}"
+        # The rounded number decides: 1023.7 bytes are 1.00 KiB.
+        if abs(float(number)) < 1024 or unit == _BINARY[-1]:
+            return f"{number} {unit}"
         value /= 1024
     raise AssertionError("unreachable")
 
@@ -23,18 +25,20 @@ def format_bytes(size: float) -> str:
 def format_seconds(seconds: float) -> str:
     """Format seconds with three digits and a unit from `s` to `ps`: `0.0123` as `12.3 ms`, `90` as `90 s`."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")):
-        if abs(seconds) >= scale:
-            return f"{seconds / scale:.3g} {unit}"
+        number = f"{seconds / scale:.3g}"
+        if abs(float(number)) >= 1:
+            return f"{number} {unit}"
     return "0 s" if seconds == 0 else f"{seconds / 1e-12:.3g} ps"
 
 
 def format_count(value: float, unit: str = "") -> str:
     """Format a number with three digits and a decimal prefix up to `E`: `1.5e12, "FLOP"` as `1.5 TFLOP`."""
-    number = float(value)
+    scaled = float(value)
     for prefix in _DECIMAL:
-        if abs(number) < 1000 or prefix == _DECIMAL[-1]:
-            return f"{number:.3g} {prefix}{unit}".rstrip()
-        number /= 1000
+        number = f"{scaled:.3g}"
+        if abs(float(number)) < 1000 or prefix == _DECIMAL[-1]:
+            return f"{number} {prefix}{unit}".rstrip()
+        scaled /= 1000
     raise AssertionError("unreachable")
 
 

@@ -44,9 +44,12 @@ def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:
     if (arguments.plan is None) == (arguments.topology is None):
         raise UserError("`autoshard measure` takes either --plan PLAN.json, or --topology to plan first.")
     planning = ("mesh", "memory_limit", "save_problem", "pin", "forbid", "axis_only", "replicate", "pin_from")
-    for flag in (*planning, "xla_flags", "ignore_constraints"):
-        if arguments.plan is not None and getattr(arguments, flag) not in (None, [], False):
-            raise UserError(f"--{flag.replace('_', '-')} is for planning; {arguments.plan} is a plan already.")
+    planning += ("xla_flags", "ignore_constraints", "time_limit", "seed", "refine_axes", "calibration")
+    for name in planning:
+        given = getattr(arguments, name)
+        if arguments.plan is not None and given is not None and given != []:
+            flag = (f"no-{name}" if given is False else name).replace("_", "-")
+            raise UserError(f"--{flag} is for planning; {arguments.plan} is a plan already.")
     plan = load_plan(arguments.plan) if arguments.plan else None
     topology = Topology.parse(plan.topology if plan else arguments.topology)
     start_devices(topology)

@@ -106,8 +106,10 @@ def stand_in_devices(source: str, topology: str) -> None:
 def start_devices(topology: "Topology") -> None:
     """Start CPU devices for a `cpu` topology before anything imports jax.
 
-    For another topology raise `UserError` if JAX finds only CPU devices; their number is not compared.
+    For another topology raise `UserError` if JAX finds only CPU devices, too few devices, or those of another chip. A
+    kind of device that no chip's file names passes.
     """
+    from autoshard.cost import chip_of_kind
     from autoshard.exec import ensure_devices
 
     if topology.traits.shares_machine:
@@ -121,6 +123,11 @@ def start_devices(topology: "Topology") -> None:
             f"the plan is for {topology.name}, but only CPU devices are here; "
             f"plan for cpu:{topology.num_devices} to rehearse it."
         )
+    ensure_devices(topology.num_devices)
+    kind = jax.devices()[0].device_kind
+    chip = chip_of_kind(kind)
+    if chip is not None and chip.name != topology.chip.name:
+        raise UserError(f"the plan is for {topology.name}, but the devices here are {kind}; plan for {chip.name}.")
 
 
 PLANNING = (

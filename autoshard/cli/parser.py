@@ -144,6 +144,9 @@ def build_parser() -> argparse.ArgumentParser:
     add_output(measure, "--profile", metavar="P.json.gz", help="write a trace of one more step here")
     measure.add_argument("--steps", type=positive, default=10, metavar="N", help="steps to time (default: 10)")
     add_planning(measure, required=False)
+    # None unless given: `--plan` refuses the flags of planning, and without it the defaults are `autoshard.plan`'s.
+    not_given = ("ignore_constraints", "time_limit", "seed", "refine_axes", "calibration")
+    measure.set_defaults(**dict.fromkeys(not_given))
 
     compile_ = _command(
         commands,

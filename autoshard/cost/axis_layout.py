@@ -80,6 +80,21 @@ def _assignments(
             yield (counts, *rest)
 
 
+def _assignments_of(
+    sizes: tuple[int, ...], lengths: tuple[int, ...], fixed: _Counts | None
+) -> Iterator[tuple[_Counts, ...]]:
+    """Yield the assignments of whole physical axes, in the order of `_assignments`.
+
+    `fixed` has the devices of each mesh axis along the first physical axis; None for any.
+    """
+    if fixed is None:
+        yield from _assignments(sizes, lengths)
+        return
+    within = [size // count for size, count in zip(sizes, fixed, strict=True)]
+    for assignment in _assignments(within, lengths[1:]):
+        yield tuple((count, *counts) for count, counts in zip(fixed, assignment, strict=True))
+
+
 def least_cuts(sizes: Sequence[int], physical: Sequence[PhysicalAxis], most: int) -> int | None:
     """Return the fewest cuts of physical axes for mesh axes of these sizes; None if more than `most` are needed.
 
@@ -190,9 +205,7 @@ def choose_layout(
     best = None
     lengths = tuple(axis.size for axis in physical)
     # The cap bounds the time for meshes with many axes and sizes with many divisors.
-    for assignment in itertools.islice(_assignments(tuple(sizes.values()), lengths), 200_000):
-        if fixed is not None and tuple(counts[0] for counts in assignment) != fixed:
-            continue
+    for assignment in itertools.islice(_assignments_of(tuple(sizes.values()), lengths, fixed), 200_000):
         # The first entries of the rank already lose, so the segments need not be built.
         if best is not None and _first_ranks(assignment, physical) > best[0][:2]:
             continue

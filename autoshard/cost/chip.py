@@ -280,8 +280,8 @@ def _expect(holds: bool, origin: str, name: str, found: object, expected: str) -
 
 
 def _check_kinds(data: Mapping[str, Any], kinds: Mapping[str, Any], origin: str) -> None:
-    """Refuse values without the types of their fields, a name that is no lower-case word, and blank aliases or device
-    kinds.
+    """Refuse values without the types of their fields, a name that is no lower-case word, and aliases or device kinds
+    that are blank. Aliases with upper-case letters are refused too.
 
     Elements of other lists are not checked.
     """
@@ -307,6 +307,9 @@ def _check_kinds(data: Mapping[str, Any], kinds: Mapping[str, Any], origin: str)
     for name in ("aliases", "device_kinds"):
         words = data[name]
         _expect(all(isinstance(word, str) and word.strip() for word in words), origin, name, words, "a list of texts")
+    aliases = data["aliases"]
+    # `load_chip` looks names up in lower case.
+    _expect(all(word == word.lower() for word in aliases), origin, "aliases", aliases, "lower-case texts")
 
 
 def _whole(value: object) -> bool:

@@ -23,10 +23,6 @@ class EagerFramework:
     """Publication or code that the figures are of."""
     attention: str
     """Attention: `flash`, or `scores` with the scores in memory."""
-    gated: bool
-    """True if the MLP has a gate."""
-    rotary: bool
-    """True if positions are rotations of queries and keys."""
     stages: str
     """Division of layers into stages: `equal`, or `by parameters`, with the head counted as layers."""
     sequence_parallel: bool

@@ -72,7 +72,7 @@ def estimate_config(
     - `serve`: `prefill` or `decode`; None for training or a forward pass.
     - `batch`: number of sequences over all devices, by default one for each device.
     - `seq`: tokens of a sequence, by default the model's context up to 1024.
-    - `cache`: tokens of the key-value cache; used for `decode` alone, if above `seq`.
+    - `cache`: tokens for which the key-value cache has room, if above `seq`; `decode` reads all of them.
     - `remat`: the only policy to estimate, in training.
     - `dtypes`: `param_dtype`, by default float32 in training and else bfloat16; `state_dtype`, by default float32.
 
@@ -99,6 +99,7 @@ def estimate_config(
         "train" if train else serve or "infer",
         param_bytes=_itemsize(dtypes.get("param_dtype") or ("float32" if train else "bfloat16"), "param_dtype"),
         state_bytes=_itemsize(dtypes.get("state_dtype") or "float32", "state_dtype"),
+        room=cache or 0,
     )
     policies = (remat or "none",) if remat is not None or not train else REMATS
     figures = load_calibration(topology.chip)

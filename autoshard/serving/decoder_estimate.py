@@ -54,6 +54,8 @@ class StepAsked:
     """Tokens of prompts that a decoding step also computes, over the whole batch."""
     prompt: int = 1
     """Tokens of a prompt of which `chunk` is a part."""
+    room: int = 0
+    """Tokens of each sequence for which the cache has room; `seq` if that is more."""
 
     @property
     def training(self) -> bool:
@@ -411,7 +413,7 @@ class _Estimated:
         """Return the bytes of one device by kind; a kind that the step lacks is absent.
 
         Training splits parameters, moments and gradients over all devices; other steps have a copy of the parameters
-        for each `data`. Only `prefill` and `decode` have a cache, of all sequences at `seq` tokens.
+        for each `data`. Only `prefill` and `decode` have a cache, of all sequences at `seq` tokens, or at `room`.
         """
         decoder, asked, model = self.decoder, self.asked, self.model
         parts = model * (self.data if asked.training else 1)
@@ -438,13 +440,14 @@ class _Estimated:
             }[asked.remat]
             layers = decoder.layers + decoder.ahead
             sizes["saved"] = 2.0 * layers * self.tokens / model * sum(widths[name] for name in saved)
-            # Room for the gathered parameters of two layers, in 16 bits.
+            # Gathered parameters in 16 bits: those of a layer, and of the next one in advance.
             gathered = 2.0 * 2.0 * decoder.params / layers / model if self.data > 1 else 0.0
             # Logits and their gradient are live between the last layer and its backward pass, not during a layer.
             sizes["temporaries"] = max(layer + gathered, 4.0 * self.tokens * columns)
             return sizes
         if asked.kind in ("prefill", "decode"):
-            sizes["cache"] = decoder.kv_bytes(self.sequences * asked.seq, asked.cache_bytes) / self._kv_parts()
+            stored_tokens = self.sequences * max(asked.seq, asked.room)
+            sizes["cache"] = decoder.kv_bytes(stored_tokens, asked.cache_bytes) / self._kv_parts()
         rows = self.tokens if asked.kind == "infer" else asked.batch / self.data
         sizes["temporaries"] = layer + 4.0 * rows * columns
         return sizes

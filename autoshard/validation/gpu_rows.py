@@ -39,7 +39,8 @@ class GpuRow:
 def read_gpu_rows(path: str | pathlib.Path) -> tuple[GpuRow, ...]:
     """Read the rows of a JSON file in one of the known forms.
 
-    Raises: UserError for a file that cannot be read, of another form, or with a row that lacks a required value.
+    Raises: UserError for a file that cannot be read, of another form, without rows, or with a row that lacks a required
+    value.
     """
     file = pathlib.Path(path)
     try:
@@ -49,7 +50,7 @@ def read_gpu_rows(path: str | pathlib.Path) -> tuple[GpuRow, ...]:
     except ValueError as error:
         raise UserError(f"{file} is not JSON: {error}") from error
     rows = rows_of_document(document, str(file))
-    if rows is None:
+    if not rows:
         raise UserError(f"{file} holds no measured runs on GPUs: {_FORMS}")
     return rows
 

@@ -51,9 +51,9 @@ def _head(run: Run, value: Any) -> Run:
 
 def _scan_axis(run: Run, value: Any) -> Run:
     """Set the dim of stacked parameters that counts layers (MaxText's `param_scan_axis`)."""
-    if value not in (0, 1):
+    if not isinstance(value, int) or isinstance(value, bool) or value not in (0, 1):
         raise IncompleteError(f"param_scan_axis={value} is not rebuilt; 0 and 1 are")
-    return dataclasses.replace(run, stack_axis=int(value))
+    return dataclasses.replace(run, stack_axis=value)
 
 
 def _scanned(run: Run, value: Any) -> Run:
@@ -141,7 +141,7 @@ def _summed_late(run: Run, value: Any) -> Run:
 
 def _clock(run: Run, value: Any) -> Run:
     """Set the state of a TPU's clock, 0 to `HIGHEST_STATE`, by adding the compiler's flag for it."""
-    if not isinstance(value, int) or not 0 <= value <= HIGHEST_STATE:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= HIGHEST_STATE:
         raise IncompleteError(f"dvfs={value} is no state of a clock, 0 to {HIGHEST_STATE}")
     return dataclasses.replace(run, flags=(*run.flags, f"--{CLOCK}={value}"))
 

@@ -421,4 +421,4 @@ def _flags(group: Mapping[str, Any], said: Mapping[str, Any]) -> tuple[str, ...]
         given = None  # the compiler's defaults, or no flags are stated
     extra = said.get("xla")
     more = [f"--xla_tpu_{extra}"] if isinstance(extra, str) and "=" in extra else []
-    return read_flags([*(given or ()), *more])
+    return read_flags([*read_flags(given), *more])

@@ -230,7 +230,7 @@ def _check_values(row: Mapping[str, Any], origin: str) -> None:
         if value is not None and not (_is_number(value) and value > 0):
             raise UserError(f"{origin}: {key} is {value!r}, expected a number above 0, or null if it is not stated")
     saves = row.get("saves")
-    if saves is not None and not (isinstance(saves, list) and set(saves) <= set(SAVABLE)):
+    if saves is not None and not (isinstance(saves, list) and all(name in SAVABLE for name in saves)):
         raise UserError(f"{origin}: saves is {saves!r}, expected a list of {', '.join(SAVABLE)}, or null")
     _check_blocks(row.get("attention_blocks"), origin)
     try:

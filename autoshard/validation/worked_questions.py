@@ -6,6 +6,7 @@ id computes our answer from the setting, and never from the book's answer.
 
 import dataclasses
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 from autoshard.base.files import read_json
@@ -59,6 +60,21 @@ class QuestionRow:
         return abs(self.ours - self.theirs) <= max(self.tolerance, 1e-9) * abs(self.theirs)
 
 
+class _UnstatedError(KeyError):
+    """Error for a key that a question's setting lacks."""
+
+
+class _Setting(dict[str, Any]):
+    """Setting of a question; it and the objects in it raise `_UnstatedError` for a key that they lack."""
+
+    def __init__(self, stated: Mapping[str, Any]) -> None:
+        super().__init__({key: _Setting(each) if isinstance(each, dict) else each for key, each in stated.items()})
+
+    def __missing__(self, key: str) -> Any:
+        """Raise `_UnstatedError` for `key`."""
+        raise _UnstatedError(key)
+
+
 def validate_questions(path: str | pathlib.Path | None = None, bad: list[str] | None = None) -> tuple[QuestionRow, ...]:
     """Answer every question of a file (default: the shipped file), and return our answers with the known ones.
 
@@ -89,8 +105,8 @@ def validate_questions(path: str | pathlib.Path | None = None, bad: list[str] | 
 def _answer(row: Any, origin: str) -> QuestionRow:
     """Answer the question of a row; `origin` is the file and number for error messages.
 
-    Without a registered function, or if the setting lacks a key, `skipped` has the reason. Raises `UserError` for a row
-    of unknown form.
+    Without a registered function, if the setting lacks a key, or if the function cannot use a value, `skipped` has the
+    reason. Raises `UserError` for a row of unknown form, and for an answer of 0.
     """
     missing = sorted(_KEYS - row.keys()) if isinstance(row, dict) else sorted(_KEYS)
     if missing:
@@ -100,15 +116,19 @@ def _answer(row: Any, origin: str) -> QuestionRow:
     for key in ("answer", "tolerance"):
         if isinstance(row[key], bool) or not isinstance(row[key], int | float):
             raise UserError(f"{origin} ({row['id']}): {key} is {row[key]!r}, expected a number")
+    if row["answer"] == 0:
+        raise UserError(f"{origin} ({row['id']}): answer is 0, expected another number: errors are shares of it")
     known = ANSWERS.get(row["id"])
     ours: float | None = None
     question, skipped = "", f"no call is mapped to the id {row['id']}"
     if known is not None:
         question, skipped = (known.__doc__ or "").strip(), ""
         try:
-            ours = known(row["setting"])
-        except KeyError as error:
+            ours = known(_Setting(row["setting"]))
+        except _UnstatedError as error:
             skipped = f"its setting does not say {error.args[0]}"
+        except KeyError as error:
+            skipped = f"no answer follows from its setting: {type(error).__name__} {error}"
     return QuestionRow(
         row["id"],
         row["kind"],

@@ -88,6 +88,7 @@ def test_a_file_of_ones_own(tmp_path: pathlib.Path) -> None:
         ({"backend": "TPU"}, "", "backend is 'TPU', expected tpu or gpu or cpu"),
         ({"name": "v9 lite"}, "", "name is 'v9 lite', expected a lower-case word"),
         ({"aliases": "v9"}, "", "aliases is 'v9', expected a list"),
+        ({"aliases": ["v9", "V9e"]}, "", "aliases is ..v9', 'V9e'., expected lower-case texts"),
         ({"device_kinds": []}, "", "device_kinds is .., expected JAX's device_kind of a TPU"),
         ({"small_shapes": [[4, 4], [4, 4, 4]]}, "", r"small_shapes is \[4, 4, 4\], expected 2 whole numbers >= 1"),
         ({"host_shape": []}, "", "host_shape is .., expected 2 whole numbers"),

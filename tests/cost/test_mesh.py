@@ -196,6 +196,13 @@ def test_hybrid_mesh() -> None:
     assert [[s.size for s in part if s.kind == "network"] for part in default.layout] == [[4], []]
 
 
+def test_a_network_shape_is_found_among_many_assignments() -> None:
+    # These 13 axes have 13!/(4! 4! 4! 1!) = 450 450 assignments, and those with slices on the first axis come last.
+    sizes = {f"axis{number}": 2 for number in range(13)}
+    mesh = make_mesh(Topology.parse("v5p:16x16x16*2"), sizes, network={"axis0": 2})
+    assert [[s.size for s in part if s.kind == "network"] for part in mesh.layout] == [[2]] + [[]] * 12
+
+
 @pytest.mark.parametrize(
     ("topology", "network", "message"),
     [

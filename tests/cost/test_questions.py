@@ -8,6 +8,7 @@ import pytest
 from autoshard.errors import UserError
 from autoshard.serving import Decoder, train_state_bytes
 from autoshard.validation import QuestionRow, validate_questions
+from autoshard.validation.answer_register import ANSWERS
 
 
 ROWS = {row.id: row for row in validate_questions()}
@@ -87,6 +88,15 @@ def test_a_setting_that_says_too_little_is_skipped(tmp_path: pathlib.Path) -> No
     assert validate_questions(path)[0].ours == pytest.approx(240.5, rel=0.01)
 
 
+def test_a_fault_of_an_answer_is_not_the_settings(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(_row())
+    monkeypatch.setitem(ANSWERS, "roof-01", lambda setting: {"v5p": 1.0}[setting["chip"]])
+    assert validate_questions(path)[0].skipped == "no answer follows from its setting: KeyError 'v5e'"
+    path.write_text(_row(id="shard-01", setting={"mesh": {"X": 2}}))
+    assert validate_questions(path)[0].skipped == "its setting does not say Y"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -96,6 +106,7 @@ def test_a_setting_that_says_too_little_is_skipped(tmp_path: pathlib.Path) -> No
         ("[3]", "row 0 of the worked questions misses"),
         (_row(setting=3), r"row 0 \(roof-01\): setting is 3, expected an object"),
         (_row(answer="240"), r"row 0 \(roof-01\): answer is '240', expected a number"),
+        (_row(answer=0.0), r"row 0 \(roof-01\): answer is 0, expected another number"),
         (_row(tolerance=None), r"row 0 \(roof-01\): tolerance is None, expected a number"),
     ],
 )

@@ -70,6 +70,19 @@ def test_serving_reads_its_weights_and_its_cache():
     assert prefill.asked.tokens == 1024 * estimated.asked.tokens
 
 
+def test_a_prompt_is_stored_in_a_cache_with_room_for_more():
+    decoder = config_decoder("hf:llama3-8b")
+    assert decoder is not None
+    topology = Topology.parse("v5e:1x1")
+    options: dict = {"serve": "prefill", "batch": 1, "seq": 1024}
+    for cache, tokens in ((None, 1024), (512, 1024), (4096, 4096)):
+        (found,) = estimate_config("hf:llama3-8b", topology, cache=cache, **options)
+        # Keys and values of 8 heads of 128, in 2 bytes.
+        assert found.estimate.bytes["cache"] == 2 * 2 * tokens * decoder.layers * 8 * 128
+    (short,) = estimate_config("hf:llama3-8b", topology, **options)
+    assert found.estimate.step_time_s == short.estimate.step_time_s
+
+
 @pytest.mark.parametrize("kind", ["prefill", "train"])
 def test_a_shared_expert_is_the_matmuls_of_one_that_has_every_token(kind: str):
     one = config_decoder("hf:deepseek-v3-tiny")

@@ -2,6 +2,7 @@
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -33,6 +34,12 @@ def test_rows_that_are_not_rebuilt_are_named():
     skipped = sum(each.step is None for each in pairs.rows)
     assert skipped and f"{skipped} rows are not rebuilt:" in text.getvalue()
     assert "= 128 sequences, but a step has 256" in text.getvalue()
+
+
+def test_a_file_without_rows(tmp_path: Path):
+    (tmp_path / "empty.json").write_text('{"models": {}, "columns": [], "rows": []}')
+    with pytest.raises(UserError, match="empty.json holds no measured runs on GPUs: expected `models`"):
+        validate_gpu_pairs(tmp_path / "empty.json")
 
 
 def test_no_such_problem():

@@ -1,5 +1,6 @@
 """Rows of measured plans: parsed, and rebuilt as stated."""
 
+import json
 import pathlib
 from typing import Any
 
@@ -77,6 +78,8 @@ def test_dtypes_and_the_optimizer_are_those_of_the_row(tmp_path: pathlib.Path):
             "small, row 0: step_time_s is -1.0, expected a number above 0",
         ),
         ({}, {"plan": {"fsdp": 4, "xla_flags": ["-x"]}}, "'-x' is not an XLA flag"),
+        ({}, {"plan": {"fsdp": 4, "xla_flags": "--xla_a=b --xla_c"}}, ""),
+        ({}, {"plan": {"fsdp": 4, "xla_flags": "--x-a=b"}}, "'--x-a=b' is not an XLA flag"),
         ({}, {"plan": {"fsdp": 4, "emb": 512}}, "MLP's width at emb 512 is not stated"),
         ({}, {"plan": {"fsdp": 4, "tiles": 3}}, "tiles=3 is not rebuilt"),
         ({}, {"plan": {"fsdp": 4, "zero1": True}}, "zero1 with degrees other than data parallelism is not rebuilt"),
@@ -103,11 +106,14 @@ def test_dtypes_and_the_optimizer_are_those_of_the_row(tmp_path: pathlib.Path):
         ({}, {"plan": {"fsdp": 4, "layers": 8, "param_scan_axis": 2}}, "param_scan_axis=2 is not rebuilt"),
         ({}, {"plan": {"fsdp": 4, "layers": 9, "param_scan_axis": 1}}, ""),
         ({}, {"plan": {"fsdp": 4, "layers": 8, "param_scan_axis": 0}}, ""),
+        ({}, {"plan": {"fsdp": 4, "param_scan_axis": True}}, "param_scan_axis=True is not rebuilt"),
+        ({}, {"plan": {"fsdp": 4, "param_scan_axis": 1.0}}, "param_scan_axis=1.0 is not rebuilt"),
         ({}, {"plan": {"fsdp": 4, "remat": "some"}}, "remat 'some' is not known"),
         ({}, {"plan": {"fsdp": 4, "query_proj": "somewhere"}}, "saves a value that is not rebuilt"),
         ({}, {"plan": {"fsdp": 4, "remat": "none", "query_proj": "device"}}, "remat 'none' keeps everything"),
         ({}, {"plan": {"fsdp": 4, "offload": "the moon"}}, "offload=the moon is not rebuilt"),
         ({}, {"plan": {"fsdp": 4, "dvfs": 9}}, "dvfs=9 is no state of a clock, 0 to 7"),
+        ({}, {"plan": {"fsdp": 4, "dvfs": True}}, "dvfs=True is no state of a clock, 0 to 7"),
         ({}, {"plan": {"fsdp": 4, "dvfs": 7}}, ""),
         ({}, {"plan": {"fsdp": 2, "cp": 2}}, ""),
         ({}, {"plan": {"fsdp": 2, "cp": 2, "cp_method": "ring"}}, ""),
@@ -123,6 +129,14 @@ def test_what_cannot_be_rebuilt_says_why(tmp_path: pathlib.Path, changes: dict, 
     sentences = reasons(tmp_path, given)
     assert said in sentences[0] and bool(sentences[0]) is bool(said)
     assert changes or not sentences[1]  # the other rows are priced
+
+
+def test_flags_may_be_one_text_or_several(tmp_path: pathlib.Path):
+    given = (["--xla_a=b", "--xla_c=true"], "--xla_a=b --xla_c")
+    path = tmp_path / "pairs.json"
+    path.write_text(json.dumps([group(*({"plan": {"fsdp": 4, "xla_flags": flags}} for flags in given))]))
+    for row in read_groups(path)[0].rows:
+        assert row.run is not None and row.run.flags == ("--xla_a=b", "--xla_c=true")
 
 
 def test_a_head_on_its_width_is_gathered_and_one_on_the_vocabulary_is_not(tmp_path: pathlib.Path):

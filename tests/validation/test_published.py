@@ -211,6 +211,7 @@ def test_a_row_says_what_its_kernels_and_its_rematerialisation_were_set_to() -> 
     ("changes", "message"),
     [
         ({"saves": ["heads"]}, r"saves is \['heads'\], expected a list of query, key, value, out, context, gate, up"),
+        ({"saves": [["query"]]}, r"saves is \[\['query'\]\], expected a list of query, key"),
         ({"saves": "query"}, "saves is 'query', expected a list of"),
         ({"attention_blocks": {"forward": 512}}, "attention_blocks is {'forward': 512}, expected an object such as"),
         ({"attention_blocks": {"ahead": [1, 1]}}, "attention_blocks is {'ahead': .*}, expected an object such as"),

@@ -1,10 +1,14 @@
 """Auto-sharding inside PyTorch/XLA: the real torch_xla on 8 CPU devices, in processes of their own."""
 
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+import autoshard.exec
+from autoshard import autoload
 from experiments.torch_xla import torch_xla_overhead
 from tests.exec.torch_xla_hook.torch_xla_processes import run_checks
 
@@ -135,3 +139,21 @@ def test_a_module_that_is_planned_and_made_in_parts(unasked: dict[str, Any]):
     assert found["difference"] < 1e-5
     assert found["mesh"] == "OrderedDict([('data', 4), ('model', 2)])"
     assert split(found["sent"]) == split(found["planned"]) * 2
+
+
+@pytest.mark.parametrize(("variable", "auto", "installs"), [("0", False, 0), ("0", True, 1), ("1", False, 1)])
+def test_only_what_asks_installs_the_hook(variable: str, auto: bool, installs: int, monkeypatch: pytest.MonkeyPatch):
+    calls: list[str] = []
+    package, runtime, hook = ModuleType("torch_xla"), ModuleType("torch_xla.runtime"), ModuleType("hook")
+    runtime.use_spmd = lambda auto=False: calls.append("spmd")  # pyright: ignore[reportAttributeAccessIssue]
+    hook.install = lambda: calls.append("install")  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "torch_xla", package)
+    monkeypatch.setitem(sys.modules, "torch_xla.runtime", runtime)
+    monkeypatch.setitem(sys.modules, "autoshard.exec.torch_xla_hook", hook)
+    monkeypatch.setattr(autoshard.exec, "torch_xla_hook", hook, raising=False)
+    monkeypatch.delenv("XLA_AUTO_SPMD", raising=False)
+    autoload._ready()
+    # The script sets the variable after torch_xla is imported.
+    monkeypatch.setenv("XLA_AUTO_SPMD", variable)
+    runtime.use_spmd(auto)
+    assert calls == ["install"] * installs + ["spmd"]
