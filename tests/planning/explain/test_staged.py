@@ -147,6 +147,25 @@ def test_what_is_left_open_is_chosen(net: str) -> None:
     assert (made.pipeline.schedule, made.pipeline.microbatches) == (rows[0]["schedule"], rows[0]["microbatches"])
 
 
+def test_open_stages_end_where_the_modules_do(tmp_path: Path) -> None:
+    path = tmp_path / "short.py"
+    path.write_text(
+        "import torch\n\nmodel = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)))\n"
+        "inputs = torch.randn(64, 32)\n"
+    )
+    options = {"stages": "auto", "schedule": "1f1b", "microbatches": 4}
+    made = autoshard.plan(str(path), topology="cpu:4", program_options=options)
+    assert [row["stages"] for row in made.provenance["stages"]] == [2], "4 stages are more than the 3 modules"
+
+
+def test_a_stage_sends_what_all_of_its_chunks_hand_on(net: str) -> None:
+    made = autoshard.plan(net, topology="cpu:2", program_options={**STAGED, "schedule": "interleaved:2"})
+    assert made.pipeline is not None and len(made.pipeline.chunks) == 4
+    first, second, third, _ = (chunk.handed_bytes for chunk in made.pipeline.chunks)
+    # Four microbatches, forward and backward.
+    assert made.prediction.wire_bytes == {"stage": 4 * 2 * max(first + third, second)}
+
+
 @pytest.mark.parametrize(
     ("options", "topology", "more", "sentence"),
     [
