@@ -329,8 +329,9 @@ class OpGraph:
         return frozenset(self.results).union(t for carry in carries for t in (carry.init, carry.update))
 
     def multiplied_dtype(self, op: Op) -> str:
-        """Return the dtype in which most of an op's FLOPs multiply: that which a call states, else that of the first
-        operand, else that of the first result.
+        """Return the dtype in which most of an op's FLOPs multiply.
+
+        It is the one that a call states, else that of the first operand, else that of the first result.
         """
         return (op.opaque.dtype if op.opaque else "") or self.tensors[(*op.operands, *op.results)[0]].dtype
 

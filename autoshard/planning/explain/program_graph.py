@@ -283,8 +283,10 @@ class _Maker:
         return block, branch
 
     def add_edges(self, next_trips: bool) -> None:
-        """Add the edges of operands, loops and results. Collectives of a reshard count at the first use of a tensor by
-        an op, or at the first use as an initial value in another cluster or as a result.
+        """Add the edges of operands, loops and results.
+
+        Collectives of a reshard count at the first use of a tensor by an op, or as a result. For an initial value they
+        count at the first loop that carries the value in another cluster.
         """
         graph, cluster_of = self.graph, self.reading.structure.cluster_of
         for op in graph.ops:

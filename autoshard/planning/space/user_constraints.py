@@ -221,7 +221,7 @@ def parse_lines(lines: Iterable[str]) -> Asked:
         name, equals, value = text.partition("=")
         if flag in _PAIRS and not equals:
             raise UserError(f"{line} has no `=`; write {flag} NAME=VALUE.")
-        pair = {_PAIRS[flag]: {name: value}} if flag in _PAIRS else {}
+        pair: dict[str, Any] = {_PAIRS[flag]: {name: value}} if flag in _PAIRS else {}
         more = read_asked(replicate=[text] if flag == "--replicate" else None, **pair)
         asked = Asked(
             asked.pins + more.pins,

@@ -214,8 +214,8 @@ class StageSearch:
     def _planned(self, stages: int, count: int) -> None:
         """Find the best cut of one number of stages and microbatches, for each schedule; record it by `_keep`.
 
-        Schedules without a cut are recorded by `_refuse`. Raises `UserError` for a program that is no torch module,
-        and `_TooManyStagesError` for more stages (or chunks of the user's schedule) than places to begin one. Raises
+        Schedules without a cut are recorded by `_refuse`. Raises `UserError` for a program that is no torch module.
+        Raises `_TooManyStagesError` for more stages (or chunks of the user's schedule) than places to begin one. Raises
         `NotDividedError` if the microbatches do not divide the batch.
 
         The step is planned with the memory of all stages on each device first. Schedules without a cut that fits are

@@ -161,6 +161,6 @@ def test_a_tensor_on_both_sides_of_a_matmul_is_narrow_by_the_columns_of_the_othe
 
 
 def _gram(x: jax.Array) -> jax.Array:
-    """Multiply a tensor by itself, transposed."""
+    """Return the products of all pairs of rows."""
     h = jnp.tanh(x)
     return jnp.einsum("ak,bk->ab", h, h)
