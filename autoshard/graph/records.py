@@ -328,6 +328,13 @@ class OpGraph:
         carries = (carry for loop in self.loops for carry in loop.carries)
         return frozenset(self.results).union(t for carry in carries for t in (carry.init, carry.update))
 
+    def multiplied_dtype(self, op: Op) -> str:
+        """Return the dtype in which most of an op's FLOPs multiply.
+
+        It is the one that a call states, else that of the first operand, else that of the first result.
+        """
+        return (op.opaque.dtype if op.opaque else "") or self.tensors[(*op.operands, *op.results)[0]].dtype
+
     def trips(self, loop: int) -> float:
         """Return how often an op of block `loop` (-1: the top level) runs in one step.
 

@@ -71,10 +71,10 @@ def fold_between(from_left: Ints, right: Ints) -> tuple[Ints, np.ndarray]:
     """Compute the minimum of `from_left` [alternatives, left] plus `right` [alternatives, right] over the alternatives.
 
     Returns the minimum [left, right], not clipped to `FORBIDDEN`, and the first alternative that reaches it. The latter
-    is int16, so there may be at most 2**15 alternatives.
+    is int16 if that can store all numbers of alternatives, else int32.
     """
     best = from_left[0][:, None] + right[0][None, :]
-    answer = np.zeros(best.shape, dtype=np.int16)
+    answer = np.zeros(best.shape, dtype=np.int16 if len(from_left) <= 2**15 else np.int32)
     _fold_between(from_left, right, best, answer)
     return best, answer
 

@@ -409,7 +409,7 @@ def _fold_between(graph: Graph, node: int, waiting: _Waiting) -> None:
 def _fold_between_plainly(from_left: Ints, right: Ints) -> tuple[Ints, np.ndarray]:
     """Return minimum and alternative of `dominance_kernels.fold_between`, computed with numpy."""
     best = from_left[0][:, None] + right[0][None, :]
-    answer = np.zeros(best.shape, dtype=np.int16)
+    answer = np.zeros(best.shape, dtype=np.int16 if len(from_left) <= 2**15 else np.int32)
     for alternative in range(1, len(from_left)):
         total = from_left[alternative][:, None] + right[alternative][None, :]
         better = total < best

@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import autoshard
+from autoshard.program import trace
 from tests.exec.planned_programs import handmade
 from tests.exec.workers import run_workers
+from tests.graph.programs import f32
 
 
 WORKER = """
@@ -132,3 +134,14 @@ def test_what_moving_state_takes_is_predicted_exactly(tmp_path: Path):
     whole = sum(x.nbytes for x in jax.tree.leaves(host))
     assert found.whole_bytes == whole and found.largest_read_bytes < found.largest_bytes
     assert max(found.before_bytes) < max(found.peak_bytes) < max(found.before_bytes) + max(found.after_bytes)
+
+
+def test_a_scalar_is_read_by_the_devices_of_the_plan():
+    """Load onto every other device, so that the first device of each host is outside the plan."""
+    program = trace(
+        lambda state, x: (state["scale"] * 0.9, x * state["scale"]), ({"scale": f32()}, f32(8, 16)), name="scale"
+    )
+    one = handmade(program, {"data": 8}, {})
+    two = handmade(program, {"data": 4}, {}, device_order=(1, 3, 5, 7))
+    found = autoshard.predict_reshard(one, two, hosts=2)
+    assert list(found.after_bytes) == [0, 4] * 4 and list(found.read_bytes) == [4, 4]

@@ -1,5 +1,7 @@
 """The reductions' compiled loops against numpy's."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -40,3 +42,11 @@ def test_folding_is_the_same_also_in_ties(seed: int) -> None:
     best, answer = _fold_between_plainly(from_left, table)
     other, whose = fold_between(from_left, table)
     assert (best == other).all() and (answer == whose).all()
+
+
+@pytest.mark.parametrize("fold", [fold_between, _fold_between_plainly])
+def test_folding_names_the_last_of_many_alternatives(fold: Callable[..., tuple[np.ndarray, np.ndarray]]) -> None:
+    from_left, right = np.ones((40_000, 2), dtype=np.int64), np.ones((40_000, 2), dtype=np.int64)
+    from_left[-1] = 0
+    best, answer = fold(from_left, right)
+    assert best.tolist() == [[1, 1], [1, 1]] and answer.tolist() == [[39_999, 39_999], [39_999, 39_999]]

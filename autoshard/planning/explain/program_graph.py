@@ -283,22 +283,27 @@ class _Maker:
         return block, branch
 
     def add_edges(self, next_trips: bool) -> None:
-        """Add the edges of operands, loops and results. Collectives of a reshard count at the first use of a tensor by
-        an op or as a result.
+        """Add the edges of operands, loops and results.
+
+        Collectives of a reshard count at the first use of a tensor by an op, or as a result. For an initial value they
+        count at the first loop that carries the value in another cluster.
         """
-        graph = self.graph
+        graph, cluster_of = self.graph, self.reading.structure.cluster_of
         for op in graph.ops:
             seen: set[int] = set()
             for number, tensor in enumerate(op.operands):
                 self.connect(tensor, f"op{op.id}", number, op, first=tensor not in seen)
                 seen.add(tensor)
+        tied: set[int] = set()
         for loop in graph.loops:
             for k, carry in enumerate(loop.carries):
-                self.connect(carry.init, f"loop{loop.id}.in{k}", 0)
+                reshards = cluster_of[carry.init] != cluster_of[carry.body] and carry.init not in tied
+                self.connect(carry.init, f"loop{loop.id}.in{k}", 0, first=reshards)
+                if reshards:
+                    tied.add(carry.init)
                 self.connect(carry.update, f"loop{loop.id}.out{k}", 0)
                 if next_trips:
                     self.connect(carry.update, f"loop{loop.id}.in{k}", 1, back=True)
-        tied: set[int] = set()
         for number, tensor in enumerate(graph.results):
             self.connect(tensor, f"result{number}", 0, first=tensor not in tied)
             tied.add(tensor)

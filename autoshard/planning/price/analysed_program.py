@@ -262,6 +262,5 @@ def least_seconds(graph: OpGraph, topology: Topology, calibration: Calibration) 
             continue
         if op.kind == "dot_general" and is_sum(op.rule):
             continue
-        dtype = (op.opaque.dtype if op.opaque else "") or graph.tensors[op.operands[0]].dtype
-        seconds += op.flops * graph.trips(op.loop) / topology.peak_flops(dtype)
+        seconds += op.flops * graph.trips(op.loop) / topology.peak_flops(graph.multiplied_dtype(op))
     return seconds / (calibration.matmul_efficiency * topology.num_devices)

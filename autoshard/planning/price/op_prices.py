@@ -49,7 +49,9 @@ class OpPrices:
     work: dict[Place, PlaceWork]
     """Work behind the seconds of compute, by place."""
     moved: dict[tuple[int, int], tuple[Collective, ...]]
-    """Collectives that reshard an operand, by (tensor, consuming op); op -1 for results tied to an argument."""
+    """Collectives that reshard an operand, by (tensor, consuming op); op -1 for results tied to an argument, and for
+    initial values of loops.
+    """
 
 
 def price_ops(ledger: Ledger) -> OpPrices:

@@ -56,7 +56,7 @@ def mfu(model: Model, step: float) -> float | None:
     """Return the model FLOPs over the peak of all devices in a step of `step` seconds, as a share.
 
     None if there are no FLOPs or no seconds. The model FLOPs are the program's own count if it has one, else the matmul
-    FLOPs of the graph. The peak is that of the first operand's dtype with the most FLOPs.
+    FLOPs of the graph. The peak is that of the dtype in which most FLOPs multiply.
     """
     flops = model.program.model_flops or model.graph.flops
     if not flops or step <= 0:
@@ -64,7 +64,7 @@ def mfu(model: Model, step: float) -> float | None:
     dtypes: dict[str, float] = defaultdict(float)
     for op in model.graph.ops:
         if op.flops:
-            dtypes[model.graph.tensors[op.operands[0]].dtype] += op.flops * model.graph.trips(op.loop)
+            dtypes[model.graph.multiplied_dtype(op)] += op.flops * model.graph.trips(op.loop)
     dtype = max(dtypes, key=lambda d: (dtypes[d], d), default="bfloat16")
     topology = model.mesh.topology
     return flops / (step * topology.peak_flops(dtype) * topology.num_devices)

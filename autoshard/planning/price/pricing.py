@@ -75,6 +75,8 @@ class ValueUse:
     """Loop in which the op consumes the tensor; -1 for none."""
     trips: float
     """Reshards of the tensor in one step."""
+    operand: int = -1
+    """Position among the operands of a heavy op that consumes the tensor itself; -1 for any other use."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -253,9 +255,8 @@ class _Pricer(NodePricer):
             aim = factor_states(states, op.rule.operands[operand])
         block, trips = self.block_trips(tensor, op)
         dtype = self.graph.tensors[tensor].dtype
-        self.add_reshard(
-            source_node, node, ValueUse(tensor, op.id, block, trips), ReshardStates(held, held, held, aim, shape, dtype)
-        )
+        use = ValueUse(tensor, op.id, block, trips, operand)
+        self.add_reshard(source_node, node, use, ReshardStates(held, held, held, aim, shape, dtype))
 
     def held_states(self, node: int, tensor: int) -> States:
         """Return the states of a cluster or copy node over the dims of one of its tensors."""
@@ -410,7 +411,7 @@ class _Pricer(NodePricer):
             node = self.nodes[number]
             if overlap in AT_NARROW and node.kind == "op" and node.ref == use.op:
                 op = self.graph.ops[use.op]
-                side = len(op.operands) if is_result else op.operands.index(use.tensor)
+                side = len(op.operands) if is_result else use.operand
                 key = (id(op.rule), side, node.states.shape, node.states.tobytes())
                 if key not in self.narrows:
                     columns = macs_per_element(op, side, node.states, self.axes)

@@ -145,10 +145,11 @@ def _tilings(dims: Sequence[int], mesh: Mapping[str, int]) -> Iterator[Spec]:
 def _assignment(spec: Spec, mesh: Mapping[str, int], device_order: Sequence[int] | None) -> NDArray[np.int64]:
     """Return the devices of every tile, tiles row-major, the copies of one tile together.
 
-    `device_order` has the device of each mesh position; None stands for 0, 1, .... The spec may not use axes of size 1.
+    `device_order` has the device of each mesh position; None stands for 0, 1, .... Axes of size 1 are ignored.
     """
     axes = [axis for axis, size in mesh.items() if size > 1]
-    order = [axes.index(axis) for axis in (*spec.axes, *(axis for axis in axes if axis not in spec.axes))]
+    split = [axis for axis in spec.axes if mesh[axis] > 1]
+    order = [axes.index(axis) for axis in (*split, *(axis for axis in axes if axis not in split))]
     sizes = [mesh[axis] for axis in axes]
     devices = np.arange(math.prod(sizes)) if device_order is None else np.asarray(device_order)
     return devices.reshape(sizes).transpose(order).ravel()

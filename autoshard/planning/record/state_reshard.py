@@ -145,14 +145,16 @@ def _bytes(bounds: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _read_by_host(bounds: np.ndarray, sizes: np.ndarray, host_of: np.ndarray) -> np.ndarray:
-    """Return for each host the bytes of the shards that its devices store; equal shards count once.
+    """Return for each host the bytes of the shards that its devices store; equal shards count once, empty ones not.
 
     - `bounds`: shards, as in `_bounds`.
     - `sizes`: bytes of each device's shard.
     - `host_of`: host of each device.
     """
-    shards = np.concatenate([host_of[None, :], bounds.reshape(-1, bounds.shape[-1])[:, : len(host_of)]])
-    _, once = np.unique(shards, axis=1, return_index=True)
+    storing = np.flatnonzero(sizes[: len(host_of)])
+    shards = np.concatenate([host_of[None, storing], bounds.reshape(-1, bounds.shape[-1])[:, storing]])
+    _, first = np.unique(shards, axis=1, return_index=True)
+    once = storing[first]
     return np.bincount(host_of[once], weights=sizes[once], minlength=int(host_of.max()) + 1).astype(np.int64)
 
 

@@ -189,13 +189,14 @@ def solve_tied(repeats: Repeats, weights: Weights, terms: Terms) -> Solved | Non
 def _solve(model: Decisions, weights: Weights, terms: Terms) -> Solved:
     """Solve without the memory limit first if `terms.free_first`, then within the limit if the solution does not fit.
 
-    A limit of None is solved without one. The free solve may use half of the time limit. Its bound is the result's
-    `unconstrained_bound`, and no second solve follows if the bound reaches `terms.enough`.
+    A limit of None is solved without one, in the whole time limit; else the free solve may use half of it. Its bound is
+    the result's `unconstrained_bound`, and no second solve follows if the bound reaches `terms.enough`.
     """
     began = processor_seconds()
     limit = terms.memory_limit
     if terms.free_first or limit is None:
-        free = _solve_pruned(model, weights, None, dataclasses.replace(terms, time_limit=terms.time_limit / 2))
+        seconds = terms.time_limit if limit is None else terms.time_limit / 2
+        free = _solve_pruned(model, weights, None, dataclasses.replace(terms, time_limit=seconds))
         free_bound = max(0, free.solution.lower_bound)
         useless = free.solution.lower_bound >= terms.enough
         if limit is None or useless or evaluate_problem(free.problem, free.solution.choices).feasible:

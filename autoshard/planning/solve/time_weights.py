@@ -65,7 +65,7 @@ def carried_weights(model: Model, other: Weights) -> dict[Channel, float]:
         compute = other.get((block, "compute"))
         if compute is not None:
             links = sum(other_block == block for other_block, _ in weights) - 1
-            weights[(block, what)] = compute if what == "compute" else max(FLOOR, (1 - compute) / links)
+            weights[(block, what)] = compute if what == "compute" else max(FLOOR, (1 - compute) / max(1, links))
     return normalise(weights)
 
 

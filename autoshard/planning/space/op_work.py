@@ -45,8 +45,8 @@ class OpWork:
 
     @property
     def dtype(self) -> str:
-        """Dtype in which most of the op's FLOPs multiply: that which a call states, else that of the first operand."""
-        return (self.op.opaque.dtype if self.op.opaque else "") or self.graph.tensors[self.op.operands[0]].dtype
+        """Dtype in which most of the op's FLOPs multiply."""
+        return self.graph.multiplied_dtype(self.op)
 
     @property
     def further_passes(self) -> int:

@@ -208,7 +208,9 @@ def _part_choices(options: Mapping[str, Any], topology: str) -> dict[str, tuple[
 
     Open stages are the divisors of the number of devices up to `MOST_STAGES`. Each stage has 1, 2, 4 or 8 microbatches,
     unless their number is given; numbers that do not divide a given batch are left out. One stage without a schedule
-    stands for no pipeline. Raises `UserError` for an open schedule without stages.
+    stands for no pipeline.
+
+    Raises `UserError` for an open schedule without stages, and if no open number of microbatches divides the batch.
     """
     stages, schedule, count, batch = (options.get(name) for name in (*PARTS, "batch"))
     if schedule == AUTO and stages is None:
@@ -229,6 +231,11 @@ def _part_choices(options: Mapping[str, Any], topology: str) -> dict[str, tuple[
     else:
         every = sorted({n * k for n in numbers for k in MICROBATCHES})
         counts = tuple(n for n in every if not isinstance(batch, int) or batch % n == 0)
+        if not counts:
+            raise UserError(
+                f"no number of microbatches that is 1, 2, 4 or 8 for each stage divides the batch of {batch}; say "
+                "--microbatches, or use another batch."
+            )
     return {"stages": tuple(numbers), "schedule": (None, *ways) if stages == AUTO else ways, "microbatches": counts}
 
 

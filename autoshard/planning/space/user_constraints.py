@@ -206,22 +206,30 @@ def _unreadable(pattern: str, spec: Any) -> UserError:
     )
 
 
+_PAIRS = {"--pin": "pins", "--forbid": "forbid", "--axis-only": "axis_only"}
+"""Option of `read_asked` for every flag whose text is a name and a value."""
+
+
 def parse_lines(lines: Iterable[str]) -> Asked:
-    """Parse the output of `Asked.lines`; of two lines with one pattern or axis the last counts.
+    """Parse the output of `Asked.lines`; lines with other flags are ignored.
 
-    Lines with other flags are ignored. Raises `UserError` for unreadable demands, `ValueError` for a line without `=`
-    that needs one.
+    Raises `UserError` for unreadable demands, such as a line without `=` that needs one.
     """
-    flags: dict[str, list[str]] = {}
+    asked = Asked()
     for line in lines:
-        flag, _, rest = line.partition(" ")
-        flags.setdefault(flag, []).append(rest)
-    pairs = {flag: dict(text.split("=", 1) for text in flags.get(flag, [])) for flag in _PAIRS}
-    return read_asked(pairs["--pin"], flags.get("--replicate"), pairs["--forbid"], pairs["--axis-only"])
-
-
-# Flags whose text is a name and a value.
-_PAIRS = ("--pin", "--forbid", "--axis-only")
+        flag, _, text = line.partition(" ")
+        name, equals, value = text.partition("=")
+        if flag in _PAIRS and not equals:
+            raise UserError(f"{line} has no `=`; write {flag} NAME=VALUE.")
+        pair: dict[str, Any] = {_PAIRS[flag]: {name: value}} if flag in _PAIRS else {}
+        more = read_asked(replicate=[text] if flag == "--replicate" else None, **pair)
+        asked = Asked(
+            asked.pins + more.pins,
+            asked.replicate + more.replicate,
+            asked.forbid + more.forbid,
+            asked.axis_only + more.axis_only,
+        )
+    return asked
 
 
 # Application to a model

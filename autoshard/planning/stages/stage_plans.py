@@ -93,7 +93,8 @@ def stages_prediction(
     - `pipeline`: the record of the cut.
 
     Exposed communication is that of the stage with most. Memory is that of the fullest stage; what its kinds leave is
-    activations. The collectives are the permutes between chunks, which count as hidden. The cut is assumed to fit.
+    activations. The collectives are the permutes between chunks, which count as hidden. Wire bytes are those of the
+    stage whose chunks hand on most. The cut is assumed to fit.
     """
     costs, count = prices.costs, schedule.microbatches
     runs = list(zip(cut.begins, [*cut.begins[1:], len(costs.forward_s)], strict=True))
@@ -137,6 +138,6 @@ def stages_prediction(
         peak_bytes=round(max(cut.memory_bytes)),
         memory={kind: size for kind, size in memory.items() if size},
         fits=True,
-        wire_bytes={AXIS: max(sent_bytes, default=0)},
+        wire_bytes={AXIS: max(sum(sent_bytes[s :: schedule.stages]) for s in stages)},
         collectives=permutes,
     )

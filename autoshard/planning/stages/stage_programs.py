@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from autoshard.base.units import format_bytes
@@ -118,6 +118,10 @@ def _may_be_cut(costs: SegmentCosts, schedule: Schedule) -> bool:
     return True
 
 
+class _TooManyStagesError(UserError):
+    """More stages, or chunks of layers, than places where one may begin."""
+
+
 class StageSearch:
     """Search over all open numbers of stages, microbatches and schedules, with the best cut of each.
 
@@ -170,12 +174,12 @@ class StageSearch:
         divisors = [n for n in range(2, min(devices, 64) + 1) if devices % n == 0]
         for stages in [self.asked.stages] if self.asked.stages is not None else divisors:
             counts = [self.asked.microbatches] if self.asked.microbatches else [stages * n for n in COUNTS]
-            for count in counts:
-                try:
-                    self._planned(stages, count)
-                except NotDividedError:
-                    if self.asked.microbatches:
-                        raise
+            try:
+                self._planned_with(stages, counts)
+            except _TooManyStagesError:
+                if self.best is None:
+                    raise
+                break  # further numbers are larger
         if self.best is None:
             if self.refused:
                 reason = self.refused[-1]
@@ -198,12 +202,21 @@ class StageSearch:
                 if self.asked.schedule and self.asked.microbatches:
                     raise
 
+    def _planned_with(self, stages: int, counts: Iterable[int]) -> None:
+        """Apply `_planned` to each number of microbatches; open numbers that do not divide the batch are skipped."""
+        for count in counts:
+            try:
+                self._planned(stages, count)
+            except NotDividedError:
+                if self.asked.microbatches:
+                    raise
+
     def _planned(self, stages: int, count: int) -> None:
         """Find the best cut of one number of stages and microbatches, for each schedule; record it by `_keep`.
 
-        Schedules without a cut are recorded by `_refuse`. Raises `UserError` for a program that is no torch module, and
-        for more stages (or chunks of the user's schedule) than places to begin one. Raises `NotDividedError` if
-        the microbatches do not divide the batch.
+        Schedules without a cut are recorded by `_refuse`. Raises `UserError` for a program that is no torch module.
+        Raises `_TooManyStagesError` for more stages (or chunks of the user's schedule) than places to begin one. Raises
+        `NotDividedError` if the microbatches do not divide the batch.
 
         The step is planned with the memory of all stages on each device first. Schedules without a cut that fits are
         tried again with half of that memory, down to that of one device.
@@ -220,7 +233,7 @@ class StageSearch:
         places = sum(segments.may_cut)
         for rounds in {schedule.rounds for schedule in schedules}:
             if stages * rounds > places and (self.asked.schedule or rounds == 1):
-                raise UserError(
+                raise _TooManyStagesError(
                     f"{stages * rounds} {'chunks of layers' if rounds > 1 else 'stages'} are more than the {places} "
                     f"modules of {program.name} that one may begin with; use fewer stages."
                 )

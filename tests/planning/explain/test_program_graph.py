@@ -13,7 +13,8 @@ import pytest
 
 import autoshard
 from autoshard.errors import UserError
-from autoshard.planning import Plan, ProgramGraph, parse_hlo_sharding, save_plan, spec_text
+from autoshard.planning import Options, Plan, ProgramGraph, make_plan, parse_hlo_sharding, save_plan, spec_text
+from autoshard.planning.explain.program_graph import Priced
 from autoshard.planning.price.evaluate import evaluate
 from autoshard.planning.price.op_prices import price_ops
 from autoshard.planning.price.step_ledger import itemise
@@ -158,6 +159,28 @@ def test_a_reshard_stands_where_a_value_is_read_in_another_spec(planned: tuple[P
     assert gathers
     for _, said in gathers:
         assert said["taken_as"] and said["taken_as"] != said["spec"]
+
+
+def test_an_initial_value_of_a_loop_is_resharded_where_it_enters_the_loop():
+    def decay(params: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), params["start"], params["layers"])[0] + x
+
+    shapes = {"layers": f32(5, 64, 64), "start": f32(32, 64)}
+    program = trace(decay, (shapes, f32(32, 64)), name="stored start")
+    plan = make_plan(program, Options(topology="cpu:8", mesh="data=4,model=2")).plan
+    model = programs.model_of(program, "cpu:8", "data=4,model=2")
+    (loop,) = model.graph.loops
+    (place,) = (k for k, each in enumerate(loop.carries) if model.graph.tensors[each.init].shape == (32, 64))
+    rng, entered = np.random.default_rng(0), 0
+    for _ in range(5):
+        choices = programs.random_choices(model, rng)
+        outcome, prices = evaluate(model, choices), price_ops(itemise(model, choices))
+        made = dataclasses.replace(program.graph(plan), priced=Priced(plan, model, choices, prices)).to_networkx()
+        seconds = sum(each["seconds"] for each in collectives(made))
+        assert seconds == pytest.approx(sum(each.seconds for each in outcome.collectives), rel=1e-9)
+        (edge,) = [said for _, _, said in made.in_edges(f"loop{loop.id}.in{place}", data=True)]
+        entered += len(edge["collectives"])
+    assert entered
 
 
 def test_a_plan_opens_its_own_program(tmp_path):

@@ -147,6 +147,25 @@ def test_what_is_left_open_is_chosen(net: str) -> None:
     assert (made.pipeline.schedule, made.pipeline.microbatches) == (rows[0]["schedule"], rows[0]["microbatches"])
 
 
+def test_open_stages_end_where_the_modules_do(tmp_path: Path) -> None:
+    path = tmp_path / "short.py"
+    path.write_text(
+        "import torch\n\nmodel = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)))\n"
+        "inputs = torch.randn(64, 32)\n"
+    )
+    options = {"stages": "auto", "schedule": "1f1b", "microbatches": 4}
+    made = autoshard.plan(str(path), topology="cpu:4", program_options=options)
+    assert [row["stages"] for row in made.provenance["stages"]] == [2], "4 stages are more than the 3 modules"
+
+
+def test_a_stage_sends_what_all_of_its_chunks_hand_on(net: str) -> None:
+    made = autoshard.plan(net, topology="cpu:2", program_options={**STAGED, "schedule": "interleaved:2"})
+    assert made.pipeline is not None and len(made.pipeline.chunks) == 4
+    first, second, third, _ = (chunk.handed_bytes for chunk in made.pipeline.chunks)
+    # Four microbatches, forward and backward.
+    assert made.prediction.wire_bytes == {"stage": 4 * 2 * max(first + third, second)}
+
+
 @pytest.mark.parametrize(
     ("options", "topology", "more", "sentence"),
     [
@@ -154,7 +173,7 @@ def test_what_is_left_open_is_chosen(net: str) -> None:
         ({"stages": 3}, "cpu:2", {}, "3 stages do not divide the 2 devices of cpu:2; use 2."),
         ({"stages": 8}, "cpu:8", {}, "8 stages are more than the 7 modules of net that one may begin with"),
         ({"stages": 4, "schedule": "interleaved:2"}, "cpu:4", {}, "8 chunks of layers are more than the 7 modules"),
-        ({"stages": 6, "microbatches": 8}, "cpu:6", {}, "no cut into 6 stages with 8 microbatches by 1f1b hands every"),
+        ({"stages": 6, "microbatches": 8}, "cpu:6", {}, "no cut into 6 stages with 8 microbatches by 1f1b sends each"),
         ({"stages": None}, "cpu:2", {}, "a program for each stage needs stages: add --stages 2 or more"),
         ({"stages": 2}, "cpu:1", {}, "stages need devices of their own, and cpu:1 has one"),
         ({"schedule": "interleaved:2", "microbatches": 1}, "cpu:2", {}, "need 2 microbatches or a multiple of it"),

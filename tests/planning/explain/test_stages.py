@@ -89,6 +89,8 @@ def test_stages_are_parts_of_the_devices_and_the_rest_is_chosen_with_them() -> N
     assert fixed == {"stages": (4,), "schedule": ("gpipe",), "microbatches": (4, 8, 16), **late}
     with pytest.raises(UserError, match="--schedule auto is for stages; add --stages auto"):
         source_choices({"schedule": "auto"}, "v5e:2x4")
+    with pytest.raises(UserError, match="1, 2, 4 or 8 for each stage divides the batch of 4; say --microbatches"):
+        source_choices({"stages": 3, "microbatches": "auto", "batch": 4}, "cpu:6")
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ import pytest
 
 from autoshard.cost import STEP, Bill, Database, Observation, Topology, compiler_version, load_calibration
 from autoshard.errors import UserError
+from autoshard.graph import Opaque
 from autoshard.planning import Options, explain_plan, make_plan, plan_bills
 from autoshard.planning.price.analysed_program import analyse_program, build_model
 from autoshard.planning.price.evaluate import evaluate
-from autoshard.planning.price.prediction import bill_of
+from autoshard.planning.price.prediction import bill_of, mfu
 from autoshard.planning.price.step_ledger import itemise
 from autoshard.planning.record.plan_files import plan_to_json
 from tests.planning import programs
@@ -102,3 +103,16 @@ def test_a_plan_without_choices_has_no_bill():
     made = programs.planned("mixed")
     with pytest.raises(UserError, match="does not hold the choices"):
         plan_bills(programs.program("mixed"), [dataclasses.replace(made.plan, choices="")])
+
+
+def test_mfu_is_a_share_of_the_peak_of_the_dtype_in_which_calls_multiply():
+    model = programs.model("wide mlp", "v5e:4x4", "data=4,model=4")
+    chip = model.mesh.topology
+    ops = tuple(
+        dataclasses.replace(op, operands=(), opaque=Opaque("call", op.rule, dtype="int8")) if op.flops else op
+        for op in model.graph.ops
+    )
+    called = dataclasses.replace(model, graph=dataclasses.replace(model.graph, ops=ops))
+    before, after = mfu(model, 1.0), mfu(called, 1.0)
+    assert before is not None and chip.peak_flops("int8") > chip.peak_flops("bfloat16")
+    assert after == pytest.approx(before * chip.peak_flops("bfloat16") / chip.peak_flops("int8"))

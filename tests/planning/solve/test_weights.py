@@ -1,11 +1,16 @@
 """Weights of the channels that compete in a block: cuts raise them towards the bound."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from autoshard.planning.price.evaluate import Outcome
-from autoshard.planning.solve.time_weights import FLOOR, Weighing
+from autoshard.planning.solve import mesh_solve
+from autoshard.planning.solve.time_weights import FLOOR, Weighing, carried_weights, even_weights, normalise
 from autoshard.planning.solve.weight_search import search
 from autoshard.planning.space.plan_options import Limits
+from autoshard.solver import Solution
 from tests.planning import programs as made
 
 
@@ -60,6 +65,32 @@ def test_a_block_of_compute_alone_needs_no_weights():
     weighing = Weighing({(0, "compute"): 1.0})
     weighing.add_choice(outcome(1.0, lcompute=2.0))
     assert weighing.following(0.0) is None
+
+
+def test_weights_from_another_mesh_serve_a_block_without_compute_of_its_own():
+    model = SimpleNamespace(nodes=[SimpleNamespace(time={(0, "x"): None, (1, "compute"): None, (1, "x"): None})])
+    model.reshards = []
+    assert carried_weights(model, {(0, "compute"): 0.8, (1, "compute"): 0.8}) == pytest.approx(  # type: ignore[arg-type]
+        {(0, "x"): 1.0, (1, "compute"): 0.8, (1, "x"): 0.2}
+    )
+
+
+@pytest.mark.parametrize(("limit", "share"), [(None, 1.0), (1 << 34, 0.5)])
+def test_a_first_solve_has_the_whole_time_if_none_may_follow(
+    limit: int | None, share: float, monkeypatch: pytest.MonkeyPatch
+):
+    limits: list[float] = []
+    solve = mesh_solve.solve
+
+    def noted(*problem: Any, time_limit: float, **how: Any) -> Solution:
+        """Note the time limit of a solve."""
+        limits.append(time_limit)
+        return solve(*problem, time_limit=time_limit, **how)
+
+    monkeypatch.setattr(mesh_solve, "solve", noted)
+    model = made.model("mixed")
+    mesh_solve.solve_within(model, normalise(even_weights(model)), mesh_solve.Terms(limit, 60.0, 0))
+    assert limits == [60.0 * share]
 
 
 @pytest.mark.full

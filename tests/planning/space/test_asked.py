@@ -89,6 +89,20 @@ def test_what_reports_print_may_be_pinned(text: str) -> None:
     assert parse_lines([pin.flag]) == read_asked({UP: text})
 
 
+def test_both_of_two_pins_of_one_name_are_read_again() -> None:
+    asked = read_asked({"up": "model,?"}, replicate=["a=b"], forbid={"x": "data"}, axis_only={"data": "batch"},
+                       pin_from={"up": Spec(((), ("data",)))})  # fmt: skip
+    assert [pin.dims for pin in asked.pins] == [(("model",), None), ((), ("data",))]
+    assert parse_lines(asked.lines) == asked
+    assert parse_lines(["--other x", *asked.lines]) == asked
+
+
+@pytest.mark.parametrize("flag", ["--pin", "--forbid", "--axis-only"])
+def test_a_line_without_a_value_is_refused(flag: str) -> None:
+    with pytest.raises(UserError, match=f"{flag} up has no `=`"):
+        parse_lines([f"{flag} up"])
+
+
 @pytest.mark.heavy
 def test_a_plan_is_what_its_own_printed_specs_pin() -> None:
     free = planned().plan

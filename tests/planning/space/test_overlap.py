@@ -11,6 +11,7 @@ from autoshard.planning.price.reshard_times import reshard_overlap
 from autoshard.planning.space.decision_model import EXPOSED, Model, link_names
 from autoshard.planning.space.overlap import Overlap, hidden_share, lanes, macs_per_element
 from autoshard.program import trace
+from tests.planning.programs import model_of
 
 
 LARGE = 1e15
@@ -143,3 +144,23 @@ def _gradient(tokens: int) -> Model:
     topology = Topology.parse("v6e:2x4")
     mesh = make_mesh(topology, {"data": 8})
     return build_model(program, analyse_program(program, "tpu"), mesh, topology.usable_bytes)
+
+
+def test_a_tensor_on_both_sides_of_a_matmul_is_narrow_by_the_columns_of_the_other_side() -> None:
+    program = trace(_gram, (jax.ShapeDtypeStruct((2048, 2048), jnp.float32),), name="gram")
+    model = model_of(program, "v6e:2x4", "data=4,model=2")
+    (op,) = (op for op in model.graph.ops if op.kind == "dot_general")
+    node = model.op_node[op.id]
+    least = model.collectives.calibration.pipelined_columns
+    expected = []
+    for (other,), _ in reversed(op.rule.operands):  # the rows of an operand are the columns of the other one
+        parts = np.prod(np.where(model.nodes[node].states == other, model.axis_sizes, 1), axis=1)
+        expected.append((2048 / parts < least).tolist())
+    assert expected[0] != expected[1]
+    assert [reshard.narrow.tolist() for reshard in model.reshards if reshard.target == node] == expected
+
+
+def _gram(x: jax.Array) -> jax.Array:
+    """Return the products of all pairs of rows."""
+    h = jnp.tanh(x)
+    return jnp.einsum("ak,bk->ab", h, h)
