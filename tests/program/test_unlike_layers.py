@@ -516,7 +516,7 @@ def test_parameters_that_share_elements_are_not_trained_apart():
     narrow.bias = nn.Parameter(pairs[4:6].flatten())
     with pytest.raises(UserError, match="share elements, `1.weight` and `1.bias`, which a planned step would train"):
         from_torch(module, torch.randn(4, 8), train=True)
-    narrow.bias = None
+    narrow.bias = None  # type: ignore[assignment]
     flat = torch.randn(96)
     wide.weight, narrow.weight = (nn.Parameter(x) for x in (flat[:64].view(8, 8), flat[64:].view(4, 8)))
     assert from_torch(module, torch.randn(4, 8), train=True)
