@@ -33,7 +33,7 @@ def test_a_nested_batch_is_sent_as_planned():
 def test_inputs_of_one_shape_in_a_nested_batch_need_one_spec():
     inputs = {"0.x": ((8, 8), Spec((("data",), ()))), "0.y": ((8, 8), Spec(((), ())))}
     with pytest.raises(
-        UserError, match="the inputs 0.x and 0.y are both of shape \\[8, 8\\], but the plan splits one as"
+        UserError, match="the inputs 0.x and 0.y are both of shape \\[8, 8\\], but the plan splits them as"
     ):
         inputs_by_shape(inputs, LiveMesh({"data": 8}, range(8)))
 
