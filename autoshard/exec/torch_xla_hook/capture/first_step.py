@@ -3,9 +3,10 @@
 import contextlib
 import functools
 import itertools as it
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+from torch.utils.weak import TensorWeakRef
 
 from autoshard.exec.devices.torch_names import own_name
 from autoshard.exec.torch_xla_hook.capture.compiled_modules import lazily
@@ -65,7 +66,7 @@ class Watch:
         self.guard = guard
         self.is_on = False
         """True between `start` and `stop`."""
-        self._live: dict[int, weakref.ref[Any]] = {}
+        self._live: dict[int, TensorWeakRef] = {}
         """A tensor that owned the data, by handle, for all tensors at the start of the step."""
         self._names: dict[int, str] = {}
         """Name of a module by its `id`."""
@@ -195,7 +196,7 @@ class Watch:
             self.restart()
             self.infers = True
         if not self.outermost:
-            self._live = {handle: weakref.ref(tensor) for handle, tensor in self._find_live()}
+            self._live = {handle: TensorWeakRef(tensor) for handle, tensor in self._find_live()}
         again = any(each is module for each in self.outermost)
         if not again and id(module) in self._names:
             return  # a part run alone: a checkpointed one in the backward pass

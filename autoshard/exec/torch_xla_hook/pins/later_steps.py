@@ -1,8 +1,9 @@
 """Marks that persist after the planned first step: on state, on new batches, and on activations."""
 
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
+
+from torch.utils.weak import TensorWeakRef
 
 from autoshard.cost import Compute, Topology
 from autoshard.exec.torch_xla_hook.capture.compiled_modules import train_lazily
@@ -34,7 +35,7 @@ class LaterMarks:
         """The spec of an input, by shape and dtype, and the mesh that the spec is of."""
         self.kinds: set[str] = set()
         """Kinds of the ops whose operands or results are pinned."""
-        self._held: list[tuple[weakref.ref[Any], Any]] | None = None
+        self._held: list[tuple[TensorWeakRef, Any]] | None = None
         """The items of `state` as a list for the loop in every step; None if the list is stale."""
         self._optimizers: Any = WeakIdKeyDictionary()
         """A hash of each optimizer's state tensors when all of them were known; None before."""
@@ -181,7 +182,7 @@ class LaterMarks:
                     self.specs[tensor] = self.specs[parameter]
                     self._hold(tensor, self.state[parameter])
         if self._held is None:
-            self._held = [(weakref.ref(tensor), sharding) for tensor, sharding in self.state.items()]
+            self._held = [(TensorWeakRef(tensor), sharding) for tensor, sharding in self.state.items()]
         tensors = [(ref(), sharding) for ref, sharding in self._held]
         known = [each for each in tensors if each[0] is not None]
         if len(known) < len(tensors):

@@ -6,6 +6,7 @@ import functools
 import gc
 import importlib
 import os
+import sys
 import threading
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
@@ -222,9 +223,16 @@ def live_on_xla() -> list[Any]:
     return [tensor for tensor in _tensors_of_process() if on_xla(tensor)]
 
 
-def _tensors_of_process() -> Iterator[Any]:
-    """Yield all tensors, on any device, that Python's garbage collector knows, without fake tensors and those of
+_UNINTERRUPTED_S = 60.0
+"""Seconds for which no other thread interrupts the search for tensors; the search takes about a tenth of a second."""
+
+
+def _tensors_of_process() -> list[Any]:
+    """Return all tensors, on any device, that Python's garbage collector knows, without fake tensors and those of
     transforms.
+
+    Threads of the autograd engine release tensors that only C++ owns. Such a tensor has no users in C++ any more, waits
+    for Python's lock, and must not be touched. The search is therefore done before anything releases the lock.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
@@ -232,10 +240,17 @@ def _tensors_of_process() -> Iterator[Any]:
 
     kinds = _subclasses(torch.Tensor) - _subclasses(FakeTensor) - _subclasses(FunctionalTensor)
     wanted = set(map(id, kinds))  # isinstance on a million objects is slow, and some cannot be hashed
-    for thing in gc.get_objects():
-        if id(type(thing)) in wanted and not _is_of_transform(thing):
-            thing._fix_weakref()  # Python now owns a tensor that only C++ owned
-            yield thing
+    found = []
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(_UNINTERRUPTED_S)
+    try:
+        for thing in gc.get_objects():
+            if id(type(thing)) in wanted and thing._use_count() and not _is_of_transform(thing):
+                thing._fix_weakref()  # Python now owns a tensor that only C++ owned
+                found.append(thing)
+    finally:
+        sys.setswitchinterval(interval)
+    return found
 
 
 def _is_of_transform(tensor: Any) -> bool:
