@@ -25,6 +25,8 @@ from autoshard.serving import (
 from tests.command import run
 
 
+pytestmark = pytest.mark.heavy  # every layout is traced or run
+
 SEQUENCES, PLACES = 16, 32
 NAMES = ("llama-tiny", "gemma2-tiny", "mixtral-tiny", "deepseek-v3-tiny", "gpt2-tiny")
 
@@ -51,7 +53,6 @@ def decoding(name: str) -> Program:
     return open_source(f"hf:{name}", serve="decode", batch=SEQUENCES, seq=PLACES, cache=PLACES, dtype="float32")
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("name", "engine", "engines"),
     [
@@ -159,7 +160,6 @@ def test_dtypes_are_reported_and_what_does_not_divide_is_whole():
     assert all(len(line) <= 120 for line in text.splitlines())
 
 
-@pytest.mark.heavy
 def test_the_command_writes_the_file_and_checks_it_with_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "shardings.py"
     line = "serve-plan hf:llama-tiny --topology v5e:2x2 --input 96 --output 32 --check --quiet"
