@@ -1,7 +1,7 @@
 """Plugin of `make check`: a selected test that starts a child process, or compiles more than array constructors, fails.
 
-Such a test is marked `heavy`, which leaves it to `make test`. The solver's process is allowed: all solves of a test
-process share it, so that the first test with a solve would be blamed for it.
+Such a test is marked `heavy`, which leaves it to `make test`. The solver's process is allowed, since all solves of a test
+process share it. The first test with a solve would be blamed for it.
 """
 
 import subprocess
