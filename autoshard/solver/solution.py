@@ -38,7 +38,7 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """(cost - lower_bound) / |cost|, as a fraction; 0 when proven optimal, infinite without feasible choices.
+        """`(cost - lower_bound) / abs(cost)` as a fraction; 0 when proven optimal, infinite without feasible choices.
 
         A cost between -1 and 1 counts as 1 in the divisor.
         """
