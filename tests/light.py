@@ -1,7 +1,7 @@
 """Plugin of `make check`: a selected test fails if it starts a child process, or compiles more than small arrays.
 
-Such a test is marked `heavy`, which leaves it to `make test`. The solver's process is allowed, since all solves of a test
-process share it. The first test with a solve would be blamed for it.
+Such a test is marked `heavy`, which leaves it to `make test`. The solver's process is allowed, since all solves of a
+test process share it. The first test with a solve would be blamed for it.
 """
 
 import subprocess
