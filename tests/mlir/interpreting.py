@@ -1,5 +1,6 @@
 """StableHLO's reference interpreter, which shares no code with XLA, and XLA itself on the local devices."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -12,6 +13,23 @@ from autoshard.mlir.module import collect
 
 ABORTING = ("dot", "custom_call", "batch_norm_training", "batch_norm_grad", "batch_norm_inference")
 """StableHLO's ops for which the interpreter ends the process."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """Axes of each dim, as the room reads them of a plan's spec."""
+
+    dims: tuple[tuple[str, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pin:
+    """A value that is pinned: a result, or an operand at one op."""
+
+    op: int
+    index: int
+    spec: Spec
+    operand: tuple[int, int] | None = None
 
 
 def interpreted(module: Any, *arguments: Any) -> list[np.ndarray]:

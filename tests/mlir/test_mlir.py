@@ -1,6 +1,5 @@
 """The room `mlir`: inlining, numbering, hashing, sharding rules, pins, propagation."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -11,19 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autoshard import mlir
 from autoshard.errors import UserError
-
-
-@dataclasses.dataclass(frozen=True)
-class Spec:
-    dims: tuple[tuple[str, ...], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Pin:
-    op: int
-    index: int
-    spec: Spec
-    operand: tuple[int, int] | None = None
+from tests.mlir.interpreting import Pin, Spec
 
 
 def layer(x, w):

@@ -14,25 +14,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autoshard import mlir
 from autoshard.mlir import Window
-from tests.mlir.interpreting import compiled, random
+from tests.mlir.interpreting import Pin, Spec, compiled, random
 
 
 SIZES = {"a b": 4, 'c"': 2}
 """Axes whose names need quotes and escapes."""
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), tuple(SIZES))
-
-
-@dataclasses.dataclass(frozen=True)
-class Spec:
-    dims: tuple[tuple[str, ...], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Pin:
-    op: int
-    index: int
-    spec: Spec
-    operand: tuple[int, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
