@@ -12,7 +12,7 @@ from autoshard.base.worker_pool import as_ended
 from autoshard.errors import UserError
 from autoshard.exec.ahead.ahead_process import CompileJob, compile_job, compile_without_devices, try_job
 from autoshard.exec.ahead.compile_targets import Compiled
-from autoshard.exec.ahead.live_ranges import device_peak, memory_at_peak
+from autoshard.exec.ahead.live_ranges import device_peak, memory_at_peak, reserved_bytes
 from autoshard.exec.hlo.compiled_collectives import CompiledCollective, plan_mesh, read_collectives, wire_by_axis
 from autoshard.exec.hlo.compiled_flops import FlopCheck, check_flops
 from autoshard.exec.hlo.hlo_text import parse_hlo
@@ -45,6 +45,10 @@ class CompileReport:
     peak_compiled: int | None
     """Least bytes with which the compiled program runs: live bytes at its peak, or the bytes it needs if it does not
     fit. None if the compiler reported no figure.
+    """
+    reserved_compiled: int | None
+    """Bytes of a device's memory that the compiled program reserves from its start to its end: arguments, results that
+    share no memory with an argument, and the compiler's arena. None if the program does not fit.
     """
     memory_predicted: dict[str, int]
     """Predicted bytes of each kind at the peak, as `Prediction.memory` names the kinds."""
@@ -180,6 +184,7 @@ def report(program: Program, plan: Plan, compiled: Compiled) -> CompileReport:
             over_bytes=max(0, over),
             available_bytes=compiled.available_bytes,
             peak_compiled=compiled.needed_bytes,
+            reserved_compiled=None,
             memory_at_peak={},
             wire_compiled={},
             collectives=(),
@@ -211,6 +216,7 @@ def report(program: Program, plan: Plan, compiled: Compiled) -> CompileReport:
         over_bytes=max(0, over),
         available_bytes=limit if over > 0 else None,
         peak_compiled=peak,
+        reserved_compiled=reserved_bytes(compiled),
         memory_at_peak=at_peak,
         wire_compiled=wire_by_axis(collectives),
         collectives=tuple(collectives),
@@ -239,7 +245,11 @@ def compile_figures(result: CompileReport) -> dict[str, Any]:
     return {
         "verdict": result.verdict.value,
         "over_bytes": result.over_bytes,
-        "peak_bytes": {"predicted": result.peak_predicted, "compiled": result.peak_compiled},
+        "peak_bytes": {
+            "predicted": result.peak_predicted,
+            "compiled": result.peak_compiled,
+            "reserved": result.reserved_compiled,
+        },
         "host_bytes": {"predicted": result.host_predicted, "compiled": result.memory_compiled.get("host")},
         "memory": {
             "predicted": result.memory_predicted,

@@ -110,30 +110,34 @@ def host_arguments(compiled: Compiled) -> int:
     )
 
 
+def reserved_bytes(compiled: Compiled) -> int:
+    """Return the bytes of a device's memory that a compiled program reserves: arguments, results and temporaries.
+
+    Donated arguments and their results share memory. On-chip memory does not count.
+    """
+    memory = compiled.memory
+    return sum(memory.get(part, 0) for part in ("arguments", "results", "temporaries")) - memory.get("donated", 0)
+
+
 def device_peak(compiled: Compiled, at_peak: Mapping[str, int]) -> int | None:
     """Return the HBM bytes of a device at the compiled program's peak; None if they are 0.
 
     - `at_peak`: bytes of each kind by live ranges (`memory_at_peak`).
 
     The compiler's `peak` is the arguments plus the fullest of its memories; arguments on the host are subtracted here.
-    In small programs the fullest memory may be the on-chip memory. If it is the host's, because a loop offloads large
-    stacks, the result is the live bytes. They are the sum of `at_peak`, or all allocated bytes if it is empty, and
-    never more than these.
-
-    Without machine code there is no `peak`. Then the result is the live bytes, or arguments plus on-chip memory if
-    these are more.
+    The fullest memory is the on-chip memory in small programs, so the result is at most what is reserved. If it is the
+    host's, because a loop offloads large stacks, the result is the live bytes. So it is without machine code, where
+    there is no `peak`. Live bytes are the sum of `at_peak`, or the reserved bytes if it is empty.
     """
-    memory, on_host = compiled.memory, host_arguments(compiled)
-    # Donated arguments and their results share memory.
-    allocated = sum(memory.get(part, 0) for part in ("arguments", "results", "temporaries")) - memory.get("donated", 0)
-    live = min(sum(at_peak.values()) or allocated, allocated)
+    memory, on_host, reserved = compiled.memory, host_arguments(compiled), reserved_bytes(compiled)
+    live = min(sum(at_peak.values()) or reserved, reserved)
     if "peak" not in memory:
-        return max(live, memory["arguments"] + memory["on_chip"]) or None
+        return live or None
     stated, stacks = memory["peak"] - on_host, memory.get("host", 0) - on_host
     # The stated peak is just the arguments and the offloaded stacks: it is the peak of the host's memory.
     if stacks > 0 and stated <= (memory["arguments"] + stacks) * _ALIGNED:
         return live
-    return max(0, stated) or None
+    return max(0, min(stated, reserved)) or None
 
 
 _ALIGNED = 1.001

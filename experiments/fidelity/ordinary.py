@@ -1,0 +1,210 @@
+"""Ordinary training steps, predicted against the TPU and GPU compilers, and their plans against simple ones.
+
+    python experiments/fidelity/ordinary.py [--seeds 0-39] [--topologies v5e:2x4 ...] [--against] [--again]
+
+Programs are those of `lib/programs/ordinary_programs.py`. A row is one seed on one topology and mesh; it takes two to
+thirty seconds. Memory is compared with what the compiled program reserves, time with the compiler's schedule.
+`--against` compiles data parallelism, ZeRO-1 and FSDP (by pins) too.
+"""
+
+import collections
+import functools
+import statistics
+import sys
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from experiments.lib.harness import Experiment, Rows, grid, own_parser, page
+from experiments.lib.programs.ordinary_programs import kind_of, ordinary
+
+
+if TYPE_CHECKING:
+    from autoshard.planning import Plan
+    from autoshard.program import Program
+
+MESHES = {
+    "v5e:2x4": ("d=8", "a=2,b=4"),
+    "v6e:2x4": ("d=8", "a=2,b=4"),
+    "v5p:2x2x2": ("d=8", "a=2,b=4"),
+    "h100:8": ("d=8", "a=2,b=4"),
+}
+"""Topologies, each of eight devices, with the meshes that seeds take in turn."""
+SIMPLE = {"dp": (), "zero1": ("optimizer_state",), "fsdp": ("parameter", "optimizer_state")}
+"""Simple plans: the roles of arguments that each splits, besides the batch."""
+
+
+def name_of(seed: int, topology: str) -> str:
+    """Return the name of a row: odd seeds have a mesh of two axes."""
+    return f"{seed:03d} {topology} {MESHES[topology][seed % 2]}"
+
+
+def judge(name: str, against: bool = False) -> dict[str, Any]:
+    """Plan and compile one row: figures of the plan and, with `against`, of the simple plans."""
+    seed, topology, mesh = name.split()
+    program = _program(int(seed))
+    sizes = {axis: int(size) for axis, _, size in (part.partition("=") for part in mesh.split(","))}
+    row: dict[str, Any] = {"kind": kind_of(int(seed))} | _figures(program, topology, sizes, {})
+    if against and "error" not in row:
+        axes = tuple(sizes)
+        row["against"] = {
+            simple: _figures(program, topology, sizes, _pins(program, row["kind"], axes, roles))
+            for simple, roles in SIMPLE.items()
+        }
+    return row
+
+
+@functools.lru_cache(maxsize=1)
+def _program(seed: int) -> "Program":
+    return ordinary(seed)
+
+
+def _figures(program: "Program", topology: str, mesh: Mapping[str, int], pins: Mapping[str, Any]) -> dict[str, Any]:
+    """Plan under the pins, compile, and return predicted and compiled figures, or the error."""
+    from autoshard.errors import UserError
+    from autoshard.exec.ahead.compile_plans import compile_figures, compile_plan
+    from autoshard.planning import Options, make_plan
+    from autoshard.planning.space.user_constraints import read_asked
+
+    try:
+        plan: Plan = make_plan(program, Options(topology=topology, mesh=mesh, asked=read_asked(pins=pins))).plan
+        figures = compile_figures(compile_plan(program, plan, 600.0, quick=True))
+    except UserError as error:
+        return {"error": str(error)[:300]}
+    compiled = figures["memory"]["compiled"]
+    timed = figures["time"] or {}
+    return {
+        "verdict": figures["verdict"],
+        "memory": {
+            "predicted": plan.prediction.peak_bytes,
+            "compiled": figures["peak_bytes"]["reserved"],
+            "predicted_by_kind": figures["memory"]["predicted"],
+            "compiled_by_kind": figures["memory"]["compiled_at_peak"],
+        }
+        | {part: compiled[part] for part in ("arguments", "results", "donated", "temporaries") if part in compiled},
+        "wire": {
+            side: sum(axis[side] for axis in figures["wire_bytes"].values()) for side in ("predicted", "compiled")
+        },
+        "unforeseen": max((each["share"] for each in figures["unforeseen"]), default=0.0),
+        "seconds": {
+            "predicted": figures["step_time_s"]["predicted"],
+            "compiled": figures["step_time_s"]["estimated"],
+            "exposed": timed.get("exposed_comm_s"),
+            "by_kind": timed.get("by_kind"),
+        },
+        "specs": {argument: str(spec) for argument, spec in plan.arguments.items()},
+    }
+
+
+def _pins(program: "Program", kind: str, axes: tuple[str, ...], split: Iterable[str]) -> dict[str, Any]:
+    """Return pins of a simple plan: the batch is split, and arguments of the roles `split` along their largest dim."""
+    pins = {}
+    for argument in program.arguments:
+        shape, role, dim = argument.shape, argument.role.value, None
+        if role == "batch":
+            # Only the edges of a graph are its batch.
+            if kind != "graph" or argument.dtype == "int32":
+                dim = 1 if kind == "lstm" else 0
+        elif role in split:
+            fitting = [(size, -i) for i, size in enumerate(shape) if size % 8 == 0 and size >= 64]
+            dim = -max(fitting)[1] if fitting else None
+        pins[argument.name] = tuple(axes if i == dim else None for i in range(len(shape)))
+    return pins
+
+
+def table(known: Rows) -> str:
+    """Return the page: errors by kind and by topology, then every row."""
+    groups: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
+    regrets: dict[str, list[float]] = collections.defaultdict(list)
+    wires, lines, errors = [], [], []
+    for name, row in known.items():
+        if "error" in row:
+            errors.append(f"- {name} ({row['kind']}): {row['error']}")
+            continue
+        memory = _ratio(row["memory"])
+        seconds = _ratio(row["seconds"])
+        wire = _ratio(row["wire"])
+        topology = name.split()[1]
+        for group in ("all", topology, row["kind"], f"{row['kind']}, {'GPU' if 'h100' in topology else 'TPU'}"):
+            groups[group].append((memory, seconds))
+        wires.append((abs(wire - 1) <= 0.05, row["unforeseen"] <= 0.05))
+        best = _best(row)
+        if best:
+            regrets["all"].append(best[0])
+            regrets[topology].append(best[0])
+        lines.append(
+            [
+                *(name, row["kind"], f"{row['memory']['compiled'] / 2**20:.0f}", f"{memory:.2f}"),
+                *(f"{row['seconds']['compiled'] * 1e3:.2f}", f"{seconds:.2f}", f"{wire:.2f}"),
+                *(f"{row['unforeseen']:.0%}", f"{best[0]:.2f} ({best[1]})" if best else "-"),
+            ]
+        )
+    return page(
+        "# Ordinary training steps against the compilers",
+        """
+`python experiments/fidelity/ordinary.py`; libtpu and JAX's CUDA plugin, no devices. Predicted over compiled: memory is
+what the program reserves on a device, time that of the compiler's schedule. `regret` is the plan's time over that of
+the best of data parallelism, ZeRO-1 and FSDP, all compiled.
+""",
+        grid(
+            "group | rows: | memory error: | 90th: | least: | most: | time error: | 90th: | least: | most:",
+            [
+                [group, len(rows), *_spread([m for m, _ in rows]), *_spread([t for _, t in rows])]
+                for group, rows in groups.items()
+            ],
+        ),
+        [
+            f"Bytes on the wire within 5 % in {sum(w for w, _ in wires)} of {len(wires)} rows; no unforeseen "
+            f"collective above 5 % of all bytes in {sum(u for _, u in wires)}.",
+            *(
+                f"- {group}: the plan takes {statistics.geometric_mean(each):.2f} of the best simple plan's time "
+                f"in the geometric mean of {len(each)}, {min(each):.2f} to {max(each):.2f}"
+                for group, each in regrets.items()
+            ),
+            *errors,
+        ],
+        grid("row | kind | MiB: | memory: | ms: | time: | wire: | unforeseen: | regret", lines),
+    )
+
+
+def _ratio(figures: Mapping[str, float]) -> float:
+    """Return predicted over compiled; 1 where nothing is either."""
+    return (
+        figures["predicted"] / figures["compiled"] if figures["compiled"] else float(figures["predicted"] == 0) or 9.99
+    )
+
+
+def _best(row: Mapping[str, Any]) -> tuple[float, str] | None:
+    """Return the plan's time over that of the best simple plan that fits, and its name; None without any."""
+    others = {
+        name: each["seconds"]["compiled"]
+        for name, each in row.get("against", {}).items()
+        if "error" not in each and each["seconds"]["compiled"]
+    }
+    if not others:
+        return None
+    name = min(others, key=lambda each: others[each])
+    return row["seconds"]["compiled"] / others[name], name
+
+
+def _spread(values: list[float]) -> list[str]:
+    errors = sorted(abs(value - 1) for value in values)
+    ninth = errors[int(0.9 * (len(errors) - 1))]
+    return [f"{statistics.median(errors):.1%}", f"{ninth:.0%}", f"{min(values):.2f}", f"{max(values):.2f}"]
+
+
+def main() -> int:
+    parser = own_parser()
+    parser.add_argument("--seeds", metavar="FIRST-LAST", help="seeds to run (default: 0-39)")
+    parser.add_argument("--topologies", nargs="+", choices=MESHES, default=list(MESHES))
+    parser.add_argument("--against", action="store_true", help="compile simple plans too")
+    given = parser.parse_args()
+    first, _, last = (given.seeds or "0-39").partition("-")
+    seeds = range(int(first), int(last or first) + 1)
+    names = [name_of(seed, topology) for topology in given.topologies for seed in seeds]
+    return Experiment(
+        script=__file__, names=names, work=functools.partial(judge, against=given.against), table=table
+    ).run(given)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
