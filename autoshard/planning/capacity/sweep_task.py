@@ -131,7 +131,7 @@ class SweepTask:
         chosen = {} if plan.origin.recipe is None else plan.origin.recipe.chosen
         row = dataclasses.replace(
             blank,
-            **{name: chosen[name] for name in SWEPT if named.get(name) == AUTO},
+            **{name: chosen[name] for name in SWEPT if name in chosen and named.get(name) in (None, AUTO)},
             mesh=",".join(f"{axis}={size}" for axis, size in plan.mesh.items()),
             step_time_s=plan.prediction.step_time_s,
             mfu=plan.prediction.mfu,

@@ -4,12 +4,12 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from autoshard.errors import UserError
+from autoshard.errors import InfeasibleError, UserError
 from autoshard.planning.mesh.portfolio import PlanCandidate
 from autoshard.planning.plan_builder import PlanResult, Running, make_plan
 from autoshard.planning.recipes.recipe_search import plan_recipes
 from autoshard.planning.record.plan_record import Plan
-from autoshard.planning.space.plan_options import PARTS, REMATS, Options, source_choices
+from autoshard.planning.space.plan_options import PARTS, REMATS, Options, source_choices, with_open_defaults
 from autoshard.planning.stages.stage_programs import StageSearch, is_by_stage
 from autoshard.program import Program, choices_of, read_choices
 
@@ -67,12 +67,13 @@ def plan_any(
 def _plan_source(source: NamedSource, options: Options, running: Running) -> PlanResult:
     """Return the plan of a source: by stage, of the best recipe, or of its one program.
 
-    Recipes are searched if options of the source are open (`auto`) or the program has choices of its own.
+    Recipes are searched if options of the source are open (`auto`) or the program has choices of its own. If neither
+    holds and no plan fits, the memory levers that nobody set are open too (`with_open_defaults`).
     """
     if is_by_stage(source.options, options.form):
         return _plan_by_stage(source, options, running)
-    open_choices = source_choices(source.options, options.topology)
     own_choices = read_choices(source.text, source.entry)
+    open_choices = source_choices(source.options, options.topology)
 
     def make(**recipe: Any) -> Program:
         """Open the source with a recipe: values of open options join the source's options, others go to the program."""
@@ -81,7 +82,14 @@ def _plan_source(source: NamedSource, options: Options, running: Running) -> Pla
         return source.opened({**source.options, **chosen}, own, anew=False)
 
     if not open_choices and not own_choices:
-        return make_plan(make(), options, running)
+        try:
+            return make_plan(make(), options, running)
+        except InfeasibleError:
+            open_choices = source_choices(with_open_defaults(source.options, options.topology), options.topology)
+            if not open_choices:
+                raise
+            if running.progress is not None:
+                running.progress(f"The plain step does not fit; trying {', '.join(open_choices)}")
     choices = {**open_choices, **own_choices}
     return plan_recipes(make, choices, options, running, of_source=not own_choices)[1]
 

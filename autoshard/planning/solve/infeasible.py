@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.base.units import format_bytes
+from autoshard.errors import UserError
 from autoshard.planning.price.evaluate import evaluate
 from autoshard.planning.solve.mesh_solve import Solved, Terms, solve_tied, solve_within
 from autoshard.planning.solve.problem_builder import Weights
@@ -25,8 +26,7 @@ RECOMPUTES = b"rematted_computation"
 def explain_infeasible(model: Model, found: Infeasible, limits: Limits, required: Required) -> str:
     """Return a sentence with the least memory that a plan was found to need, the op at its peak, and possible remedies.
 
-    If no choices satisfy the user's pins, the sentence asks to leave one out. If no choices were found, it has remedies
-    only.
+    If no choices were found, it has remedies only. Raises `UserError` if no choices satisfy the user's pins.
 
     - `found`: the failed search.
     - `limits`: memory limit and time of the search.
@@ -37,7 +37,7 @@ def explain_infeasible(model: Model, found: Infeasible, limits: Limits, required
     if least is None and solved is not None and len(solved.choices) == len(model.nodes):
         least = solved.choices
     if least is not None and not required.holds(least):
-        return "no plan keeps everything that was asked for: leave one of the pins out."
+        raise UserError("no plan keeps everything that was asked for: leave one of the pins out.")
     if least is None:
         remedies = _advice(model, "activations", memory_limit, bool(required.allowed))
         return f"no plan fits into {format_bytes(memory_limit)} per device; {remedies}."

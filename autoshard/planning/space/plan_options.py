@@ -164,6 +164,22 @@ AUTO = "auto"
 """Value of an option that leaves the choice to the planner."""
 
 
+def with_open_defaults(options: Mapping[str, Any], topology: str) -> dict[str, Any]:
+    """Return the options of a source, with `auto` for the memory levers of a training step that nobody set.
+
+    These are recomputation, microbatches, and state on the hosts of TPUs. A step with stages has as many microbatches as
+    stages, so their number stays closed. Sources without the option `train` have no such levers.
+    """
+    if not options.get("train"):
+        return dict(options)
+    levers = ["remat"]
+    if options.get("stages") is None:
+        levers.append("microbatches")
+        if Topology.parse(topology).traits.compiles_ahead:
+            levers.append("host")
+    return {**options, **{name: AUTO for name in levers if options.get(name) is None}}
+
+
 def source_choices(options: Mapping[str, Any], topology: str) -> Choices:
     """Return the values to choose from for each source option that is `auto`, by name; empty if none is.
 
@@ -245,15 +261,15 @@ def settled_options(options: Mapping[str, Any], topology: str) -> dict[str, Any]
     The option `preferred` is added: the kernel to use if `attention` is absent. The kernel `auto` becomes that of the
     topology's chips, or `plain`.
 
-    TPUs prefer their own kernel; GPUs use one if it is `auto`. On CPUs, which only imitate kernels, any kernel is
-    allowed. Raises `UserError` for a kernel of other hardware.
+    TPUs and GPUs prefer their own kernel. On CPUs, which only imitate kernels, any kernel is allowed. Raises `UserError`
+    for a kernel of other hardware.
     """
     own, asked = Topology.parse(topology).traits.attention, options.get("attention")
     needs, chips = _MADE_FOR.get(str(asked), (own, ""))
     if own not in ("plain", needs):
         raise UserError(f"--attention {asked} is a kernel for {chips}, not for {topology}; use auto.")
     kernel = {"splash": AUTO, "cudnn": GPU_AUTO}.get(own, "plain")
-    settled = {**options, "preferred": {"attention": kernel} if kernel == AUTO else {}}
+    settled = {**options, "preferred": {"attention": kernel} if kernel != "plain" else {}}
     if settled.get("attention") == "auto":
         settled["attention"] = kernel
     return settled
