@@ -98,6 +98,24 @@ def test_a_source_is_planned_in_the_same_way_by_all(
     assert row.remat == load_plan(by_command).provenance.get("recipe", {}).get("chosen", {}).get("remat")
 
 
+def test_levers_that_nobody_set_are_tried_where_the_plain_step_does_not_fit(opened: Opened, tmp_path: Path) -> None:
+    """Plan under a limit that the plain step exceeds; options that were set stay as they are."""
+    source = tmp_path / "model.py"
+    source.write_text(MODULE.replace("randn(16,", "randn(4096,"))
+    options: Any = {"topology": "cpu:2", "program_options": TRAIN}
+    plain = autoshard.plan(str(source), **options)
+    assert opened == [(TRAIN, {})] and plain.origin.recipe is None
+    options["memory_limit"] = int(0.8 * plain.prediction.peak_bytes)
+    smaller = autoshard.plan(str(source), **options)
+    assert smaller.prediction.peak_bytes <= options["memory_limit"] and smaller.origin.recipe is not None
+    chosen = smaller.origin.recipe.chosen
+    assert chosen["microbatches"] > 1 and smaller.source is not None
+    assert smaller.source.options["microbatches"] == chosen["microbatches"]
+    options["program_options"] = {**TRAIN, "remat": "none", "microbatches": 1}
+    with pytest.raises(autoshard.InfeasibleError, match="no plan fits"):
+        autoshard.plan(str(source), **options)
+
+
 def test_a_function_of_a_remat_policy_is_planned_as_a_source_whose_policy_is_open(
     opened: Opened, tmp_path: Path
 ) -> None:

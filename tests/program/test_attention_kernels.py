@@ -195,11 +195,11 @@ def test_gradients_are_made_by_one_kernel_unless_it_would_hold_many_parts() -> N
     assert not fused(32768) and not fused(8192, 1024)
 
 
-def test_tpus_prefer_the_kernel_and_others_do_not() -> None:
+def test_accelerators_prefer_their_kernel_and_cpus_do_not() -> None:
     assert settled_options({}, "v5e:2x4") == {"preferred": {"attention": "auto"}}
     assert settled_options({"attention": "plain"}, "v5e:2x4")["attention"] == "plain"
     assert settled_options({"attention": "auto"}, "cpu:8") == {"attention": "plain", "preferred": {}}
-    assert settled_options({}, "h100:8") == {"preferred": {}}
+    assert settled_options({}, "h100:8") == {"preferred": {"attention": "auto:cudnn"}}
     chosen = open_source("hf:llama-tiny", batch=8, seq=128, **settled_options({}, "v5e:2x4"))
     assert has_kernel(chosen) and chosen.source is not None and chosen.source["preferred"] == {"attention": "auto"}
     assert not has_kernel(open_source("hf:llama-tiny", batch=8, seq=128, **settled_options({}, "cpu:8")))

@@ -80,7 +80,8 @@ def test_scores_reach_no_memory_of_a_gpu() -> None:
 
 
 def test_auto_is_cudnn_for_gpus_wherever_it_can_be() -> None:
-    assert settled_options({"attention": "auto"}, "h100:8") == {"attention": "auto:cudnn", "preferred": {}}
+    assert settled_options({"attention": "auto"}, "h100:8")["attention"] == "auto:cudnn"
+    assert settled_options({}, "h100:8") == {"preferred": {"attention": "auto:cudnn"}}
     assert llama("auto:cudnn").fingerprint == llama("cudnn").fingerprint
     narrow = open_source("hf:llama-tiny", infer=True, batch=2, seq=32, attention="auto:cudnn", dtype="fp32")
     assert narrow.notes == ("An attention stays plain: cuDNN's attention multiplies bfloat16 or float16, not float32.",)
