@@ -74,7 +74,7 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
         "--attention",
         choices=("plain", "splash", "cached", "cudnn", "auto"),
         help="plain: scores in memory; splash: JAX's TPU kernel; cached: a kernel over a key-value cache; cudnn: the "
-        "kernel of GPUs; auto: kernels wherever they apply and save time",
+        "kernel of GPUs; auto (the default): kernels wherever they apply and save time",
     )
     group.add_argument(
         "--exchange",

@@ -112,7 +112,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_program(plan, auto=True)
     add_planning(plan, required=True)
     add_candidates(plan)
-    add_output(plan, "--out", metavar="PLAN.json", help="write the plan here, and candidates next to it")
+    add_output(plan, "-o", "--out", metavar="PLAN.json", help="write the plan here, and candidates next to it")
     plan.add_argument(
         "--for",
         dest="form",
@@ -273,7 +273,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="for compiling one plan (default: 600)",
     )
     add_on(refine, "compile")
-    add_output(refine, "--out", metavar="PLAN.json", help="write the plan that was judged best here")
+    add_output(refine, "-o", "--out", metavar="PLAN.json", help="write the plan that was judged best here")
 
     degrees = _command(
         commands,
@@ -290,6 +290,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_output(
         degrees,
+        "-o",
         "--out",
         metavar="FILE",
         help="write the first plan here, as torchtitan's TOML or Megatron's arguments",
@@ -370,7 +371,7 @@ def build_parser() -> argparse.ArgumentParser:
     solve.add_argument("--seed", type=whole, default=0, metavar="N", help="seed of randomised searches (default: 0)")
     solve.add_argument("--threads", type=positive, default=2, metavar="N", help="to search with (default: 2)")
     solve.add_argument("--iterations", type=positive, metavar="N", help="stop after so many, to repeat a run exactly")
-    add_output(solve, "--out", metavar="OUT.json", help="write choices, cost and bound here")
+    add_output(solve, "-o", "--out", metavar="OUT.json", help="write choices, cost and bound here")
 
     validate = _command(
         commands, "validate", other_commands.run_validate, "check the cost model against worked questions and runs"
