@@ -50,12 +50,16 @@ def _parts(plan: Plan, axis: str) -> list[str]:
     return [own for own in plan.mesh if own not in plan.original_mesh and own.startswith(f"{axis}(")]
 
 
-def unpinned(plan: Plan, instead: str = "XLA's propagation chooses them instead") -> tuple[str, ...]:
+def unpinned(
+    plan: Plan, instead: str = "XLA's propagation chooses them instead", local_batch: bool = False
+) -> tuple[str, ...]:
     """Return a sentence for each kind of decision that an export of shardings alone omits; none for kinds the plan
     lacks.
 
-    The kinds are pinned intermediates, ops and calls that run on shards, and tensors in host memory. `instead` ends the
-    sentence on intermediates.
+    The kinds are pinned intermediates, ops and calls that run on shards, and tensors in host memory.
+
+    - `instead`: end of the sentence on intermediates.
+    - `local_batch`: True if every process computes its part of the batch, calls included.
     """
     lacks = []
     if plan.pins:
@@ -65,7 +69,7 @@ def unpinned(plan: Plan, instead: str = "XLA's propagation chooses them instead"
             f"the {len(plan.regions)} convolutions and pools that the plan runs shard by shard; they are split some "
             "other way, which in XLA gives wrong gradients of some (docs/limits.md)."
         )
-    if any(spec.axes for call in plan.calls for spec in (*call.operands, *call.results)):
+    if not local_batch and any(spec.axes for call in plan.calls for spec in (*call.operands, *call.results)):
         lacks.append(f"the {len(plan.calls)} calls that the plan runs on shards; every device runs them whole.")
     if plan.host:
         lacks.append(f"the {len(plan.host)} tensors that the plan has in the hosts' memory; they stay on the devices.")

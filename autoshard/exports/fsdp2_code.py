@@ -7,7 +7,7 @@ from autoshard.exports.export_text import head, table, unpinned
 from autoshard.exports.form_writers import writes
 from autoshard.exports.parallel_styles import batch_and_tensor_axes, split_by, split_together
 from autoshard.exports.torch_code import plan_inputs, plan_parameters
-from autoshard.planning import Plan, module_pattern
+from autoshard.planning import Plan, Spec, module_pattern
 
 
 _FSDP2 = '''
@@ -80,6 +80,20 @@ def local_inputs(mesh, **inputs):
 """Template of the exported code."""
 
 
+def _input_dim(plan: Plan, name: str, spec: Spec, data: list[str]) -> int | None:
+    """Return the dim of an input of which each process receives a part: the first of the batch's arguments.
+
+    Raises: UserError if the processes do not divide it.
+    """
+    shape = plan.shapes.get(f"batch.{name}", plan.shapes.get(name, ()))
+    if not plan.batch_axes or not shape or plan.roles.get(f"batch.{name}") != "batch":
+        return split_by(spec, data)
+    parts = math.prod(plan.mesh[axis] for axis in data)
+    if shape[0] % parts:
+        raise UserError(f"FSDP2 gives each of {parts} processes a part of {name}, whose {shape[0]} rows do not divide.")
+    return 0
+
+
 @writes("fsdp2")
 def fsdp2_text(plan: Plan, sentence: str) -> str:
     """Return the plan's code for FSDP2, with a mesh of `data` (all axes that split the batch) and `tensor` (those of
@@ -119,10 +133,14 @@ def fsdp2_text(plan: Plan, sentence: str) -> str:
         elif any(axis in spec.axes for axis in tensor) and tensor_dim is None:
             unlike.append(name)
         rows[module_pattern(plan, name)] = repr(dims)
-    batch = {name: split_by(spec, data) for name, spec in inputs.items()}
+    batch = {name: _input_dim(plan, name, spec, data) for name, spec in inputs.items()}
     elsewhere = sorted({name for name, spec in inputs.items() for axis in spec.axes if axis not in data})
     lacks = (
-        *unpinned(plan, "DTensor splits each op as its operands are"),
+        *(
+            unpinned(plan, "DTensor splits each op as its operands are")
+            if tensor
+            else unpinned(plan, "every process computes its part of the batch", local_batch=True)
+        ),
         *lost,
         *([f"{', '.join(unlike)}: split by some of the axes, by several dims or unevenly."] if unlike else []),
         *([f"{', '.join(whole)}: whole over the batch's devices; FSDP splits them as well."] if whole else []),

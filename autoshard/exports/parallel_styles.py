@@ -180,12 +180,13 @@ def sizes(plan: Plan) -> tuple[int, int]:
 def batch_and_tensor_axes(plan: Plan) -> tuple[list[str], list[str]]:
     """Return the axes that split the batch, and the other axes that split a parameter, both in mesh order.
 
-    The first axes are those of the first split dim of any input with the role `batch`, or of any input if none has it.
+    The first axes are the plan's `batch_axes`, and those of the first split dim of any input with the role `batch`, or
+    of any input if none has it.
     """
     inputs = plan_inputs(plan)
     # Buffers of a module on the meta device are inputs too.
     batch = {name: spec for name, spec in inputs.items() if plan.roles.get(f"batch.{name}") == "batch"} or inputs
-    first = {axis for spec in batch.values() for axis in next(filter(None, spec.dims), ())}
+    first = {axis for spec in batch.values() for axis in next(filter(None, spec.dims), ())} | set(plan.batch_axes)
     specs, _ = plan_parameters(plan)
     used = {axis for spec in specs.values() for axis in spec.axes}
     data = [axis for axis in plan.mesh if axis in first]

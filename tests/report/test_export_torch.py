@@ -11,7 +11,7 @@ import torch
 
 import autoshard
 from autoshard import UserError
-from autoshard.exports import export_plan
+from autoshard.exports import export_plan, make_export
 from autoshard.planning import Plan, Spec
 
 
@@ -185,3 +185,21 @@ def test_what_fsdp2_has_no_use_for_is_refused(plan: Plan) -> None:
     )
     with pytest.raises(UserError, match="the plan splits no batch"):
         export_plan(single, "fsdp2", force=True)
+
+
+@pytest.mark.heavy
+def test_an_fsdp_plan_stays_one_where_its_ids_stand_whole() -> None:
+    """Export a plan that looks tokens up by columns: every process receives its rows, at the step of FSDP itself."""
+    options = {"train": True, "batch": 16, "seq": 512, "remat": "full"}
+    made = autoshard.plan("hf:llama-tiny", topology="h100:8", mesh={"data": 8}, program_options=options)
+    ids = dataclasses.replace(made, arguments={**made.arguments, "batch.input_ids": Spec.replicated(2)})
+    within = autoshard.plan("hf:llama-tiny", topology="h100:8", mesh={"data": 8}, program_options=options, form="fsdp2")
+    exported = make_export(within, "fsdp2")
+    assert exported.prediction == within.prediction and within.arguments["batch.input_ids"].axes == ("data",)
+    of_ids = make_export(ids, "fsdp2", force=True)
+    assert of_ids.prediction is not None
+    assert of_ids.prediction.step_time_s == pytest.approx(within.prediction.step_time_s, rel=0.1)
+    text = of_ids.text
+    names: dict[str, object] = {}
+    exec(text[text.index("INPUTS = ") : text.index("def make_mesh")], names)  # noqa: S102
+    assert names["INPUTS"] == {"input_ids": 0, "labels": 0}

@@ -51,6 +51,8 @@ class Form:
     """True if axes that split one dim must be in the order of the mesh."""
     single: bool = False
     """True if at most one axis splits a dim, and the same axis splits the first dim of all inputs."""
+    gathers: bool = False
+    """True if split parameters are gathered before use, while each process computes its part of the batch."""
 
 
 FORMS = {
@@ -66,7 +68,7 @@ FORMS = {
         Form("haliax", "Haliax and Levanter", Rest.NAMES, reads_program=True, state=False),
         Form("torch-xla", "PyTorch/XLA", Rest.XLA, state=False, layers=False),
         Form("dtensor", "torch.distributed.tensor", Rest.DTENSOR, state=False, layers=False, ordered=True),
-        Form("fsdp2", "PyTorch's FSDP2", Rest.DTENSOR, state=False, layers=False),
+        Form("fsdp2", "PyTorch's FSDP2", Rest.DTENSOR, state=False, layers=False, gathers=True),
         Form("transformers", "tensor and expert parallelism of transformers", Rest.DTENSOR, state=False, layers=False),
         Form("torchtitan", "torchtitan's parallelize functions", Rest.DTENSOR, state=False, layers=False),
         Form("hlo", "tools that read HLO shardings", Rest.XLA),

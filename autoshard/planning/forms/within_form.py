@@ -14,6 +14,7 @@ from autoshard.cost import Topology
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.planning.forms.dim_name_rules import Mappings, NamedDims, recorded_mappings
 from autoshard.planning.forms.export_forms import Form, Rest, expressible_specs
+from autoshard.planning.forms.gathered_parameters import SOLVE_S, gathered_candidate
 from autoshard.planning.forms.maxtext_axes import maxtext_candidate, maxtext_candidates, maxtext_uses
 from autoshard.planning.forms.propagated_specs import Propagation, needs_pins
 from autoshard.planning.price.analysed_program import analyse_program, reprice
@@ -64,6 +65,11 @@ def price_form(plan: Plan, program: Program, form: Form) -> Prediction | None:
         named = NamedDims(model, reading.groups)
         return predict(model, evaluate(model, named.choices(named.mappings(choices))), plan.memory_limit_bytes)
     given = expressible_specs(form, plan.arguments, plan.shapes, plan.roles, plan.mesh)
+    if form.gathers and set(plan.batch_axes) == {axis for axis, size in plan.mesh.items() if size > 1}:
+        limits = Limits(plan.memory_limit_bytes, SOLVE_S, 0)
+        gathered = gathered_candidate(form.name, model, reading.groups, given, limits, Required({}, {}))
+        if gathered is not None:
+            return predict(model, gathered.outcome, plan.memory_limit_bytes)
     completed = Propagation(model, form.rest, plan.results if form.state else {}).choices(given)
     return predict(model, evaluate(model, completed), plan.memory_limit_bytes)
 
@@ -116,7 +122,8 @@ def plan_within(
         best, origin = _best_names(form, model, groups, found, required, limits)
     else:
         search = _FormSearch(form, model, groups, required, limits, progress)
-        best, origin = search.run(found), {}
+        gathered = search.gathered(found, groups) if form.gathers else None
+        best, origin = gathered or search.run(found), {}
     if best is None or not best.fits:
         least = "" if best is None else f": the least found is {format_bytes(best.outcome.peak_bytes)}"
         limit = format_bytes(limits.memory_bytes)
@@ -250,6 +257,21 @@ class _FormSearch:
                 self.price_specs(specs)
         self.local_search()
         return self.best
+
+    def gathered(self, found: SearchResult, groups: Groups) -> Candidate | None:
+        """Return the best candidate that fits and gathers parameters which it splits as a choice in `found`; None
+        without one.
+        """
+        candidates = []
+        tried: list[dict[str, Spec | None]] = []
+        for start in (found.best, *found.baselines.values()):
+            specs = self.specs(start.choices)
+            given = expressible_specs(self.form, specs, self.shapes, self.roles, self.model.mesh.axes)
+            if given not in tried:
+                tried.append(given)
+                made = gathered_candidate(self.form.name, self.model, groups, given, self.limits, self.required)
+                candidates += [] if made is None or not made.fits else [made]
+        return min(candidates, key=_rank, default=None)
 
     def ahead(self, starts: Iterable[Mapping[str, Spec]]) -> list[dict[str, Spec]]:
         """Return the specs of the `AHEAD` best candidates under DTensor's propagation, which is faster than XLA's.

@@ -178,6 +178,11 @@ class Plan:
         return self.roles[name] in ("parameter", "frozen")
 
     @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The mesh axes that split the batch of most activations; empty for files of older plans."""
+        return tuple(axis for axis in self.mesh if "batch" in self.axis_roles.get(axis, ()))
+
+    @property
     def original_mesh(self) -> dict[str, int]:
         """The mesh as the user requested it; `mesh` may have two axes in place of one of these, see `mesh_words`."""
         return original_mesh(self.mesh)
