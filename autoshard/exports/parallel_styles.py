@@ -180,8 +180,8 @@ def sizes(plan: Plan) -> tuple[int, int]:
 def batch_and_tensor_axes(plan: Plan) -> tuple[list[str], list[str]]:
     """Return the axes that split the batch, and the other axes that split a parameter, both in mesh order.
 
-    The first axes are the plan's `batch_axes`, and those of the first split dim of any input with the role `batch`, or
-    of any input if none has it.
+    The first axes are the plan's `batch_axes`, and those of the first split dim of any batch argument. Inputs of other
+    roles count if there is no batch argument.
     """
     inputs = plan_inputs(plan)
     # Buffers of a module on the meta device are inputs too.

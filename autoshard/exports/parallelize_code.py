@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from autoshard.errors import UserError
 from autoshard.exports.export_text import head, table, unpinned
 from autoshard.exports.form_writers import writes
-from autoshard.exports.parallel_styles import COLUMNS_LAST, GATHERED, read_styles
+from autoshard.exports.parallel_styles import COLUMNS_LAST, GATHERED, read_styles, sizes
 from autoshard.exports.transformers_styles import read_transformers
 from autoshard.planning import Plan
 
@@ -67,9 +67,7 @@ for style, options in {{
 
 _TORCHTITAN = '''
 from torch.distributed.device_mesh import init_device_mesh
-{fsdp_import}from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-{list_import}
+{fsdp_import}{tensor_import}{list_import}
 MESH = {mesh!r}
 
 
@@ -78,16 +76,20 @@ def make_mesh(device_type):
 
 
 def parallelize(model, mesh{options}):
-    """Split a model's layers over `tp`{also}; where torchtitan is used, from its
+    """Split {what}; where torchtitan is used, from its
     `parallelize_fn`, with `parallel_dims`' meshes of these names."""
-    parallelize_module(
+{tensor}{fsdp}    return model
+'''
+_TENSOR_IMPORT = """from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+"""
+_TENSOR = """    parallelize_module(
         model,
         mesh["tp"],
         {{
 {rows}        }},
     )
-{fsdp}    return model
-'''
+"""
 _FSDP = """    blocks = [block for each in model.modules() if isinstance(each, ModuleList) for block in each]
     for module in (*reversed(blocks), model):
         fully_shard(module, mesh=mesh["fsdp"], **options)
@@ -134,22 +136,30 @@ def transformers_text(plan: Plan, sentence: str) -> str:
 def torchtitan_text(plan: Plan, sentence: str) -> str:
     """Return the plan's code for torchtitan, with FSDP over the batch's devices if there are several.
 
-    `sentence` is the line on the predicted step. Raises: UserError as `read_styles` does, and if no axis splits
-    modules.
+    `sentence` is the line on the predicted step. Raises: UserError if no axis splits the batch or modules, and as
+    `read_styles` does for a plan that splits modules.
     """
-    styles = read_styles(plan, "torchtitan")
-    data = styles.data > 1
-    lacks = _lacks(plan, styles.tensor, styles.styles, styles.lacks)
+    parts, tensor_parts = sizes(plan)
+    data, tensor = parts > 1, tensor_parts > 1
+    rows = ""
+    if tensor or not data:
+        styles = read_styles(plan, "torchtitan")
+        lacks = _lacks(plan, styles.tensor, styles.styles, styles.lacks)
+        rows = "".join(f"            {name!r}: {_CALLS[style]},\n" for name, style in styles.styles.items())
+    else:
+        lacks = unpinned(plan, "every process computes its part of the batch", local_batch=True)
     if data:
         lacks = (*lacks, "the dims by which the batch's devices split parameters: FSDP splits the first dim of each.")
+    what = (["a model's layers over `tp`"] if tensor else []) + (["every block over `fsdp`"] if data else [])
     return head(plan, lacks, sentence) + _TORCHTITAN.format(
-        mesh=({"fsdp": styles.data} if data else {}) | {"tp": styles.tensor},
-        rows="".join(f"            {name!r}: {_CALLS[style]},\n" for name, style in styles.styles.items()),
+        mesh=({"fsdp": parts} if data else {}) | ({"tp": tensor_parts} if tensor else {}),
+        tensor=_TENSOR.format(rows=rows) if tensor else "",
+        tensor_import=_TENSOR_IMPORT if tensor else "",
         fsdp=_FSDP if data else "",
         fsdp_import="from torch.distributed.fsdp import fully_shard\n" if data else "",
         list_import="from torch.nn import ModuleList\n" if data else "",
         options=", **options" if data else "",
-        also=" and every block over `fsdp`; `options` are `fully_shard`'s" if data else "",
+        what=" and ".join(what) + ("; `options` are `fully_shard`'s" if data else ""),
     )
 
 

@@ -212,10 +212,20 @@ def test_what_no_style_says_is_reported(plan: Plan) -> None:
 
 @pytest.mark.parametrize("form", ["transformers", "torchtitan"])
 def test_what_no_module_splits_is_refused(plan: Plan, form: str) -> None:
+    split = llama_plan(plan, {"model": RANKS}, SPLIT)
     with pytest.raises(UserError, match="does not say how modules use their parameters"):
-        export_plan(dataclasses.replace(plan, uses=()), form, force=True)
+        export_plan(dataclasses.replace(split, uses=()), form, force=True)
+    whole = dataclasses.replace(split, arguments={n: Spec.replicated(len(split.shapes[n])) for n in split.arguments})
     with pytest.raises(UserError, match="nothing would be split"):
-        export_plan(llama_plan(plan, {"data": 8}, {}), form, force=True)
+        export_plan(whole, form, force=True)
+
+
+def test_fsdp_without_tensor_parallelism_splits_no_module(plan: Plan) -> None:
+    made = llama_plan(plan, {"data": 8}, {})
+    with pytest.raises(UserError, match="nothing would be split"):
+        export_plan(made, "transformers", force=True)
+    text = export_plan(made, "torchtitan", force=True)
+    assert "MESH = {'fsdp': 8}" in text and "fully_shard(module" in text and "parallelize_module" not in text
 
 
 @pytest.mark.parametrize("form", ["transformers", "torchtitan"])

@@ -80,8 +80,11 @@ for name in sys.argv[3:]:
     else:
         code = runpy.run_path(f"{folder}/{name}.py")
     model, mesh = net["model"], code["make_mesh"]("cpu")
-    (given,) = code["INPUTS"].keys() - {"targets"}
-    if name.startswith("fsdp2"):
+    (given,) = code.get("INPUTS", {"x": None}).keys() - {"targets"}
+    if name.startswith("torchtitan"):
+        code["parallelize"](model, mesh)
+        place = lambda mesh, **inputs: {key: value.chunk(4)[rank] for key, value in inputs.items()}
+    elif name.startswith("fsdp2"):
         code["shard"](model, mesh)
         place = code["local_inputs"]
     else:
@@ -93,7 +96,7 @@ for name in sys.argv[3:]:
     loss = whole(net["loss"](whole(given) if name.startswith("plan") else given, placed["targets"]))
     loss.backward()
     told = loss.detach().clone()
-    if name.startswith("fsdp2"):
+    if name.startswith(("fsdp2", "torchtitan")):
         dist.all_reduce(told)  # every process has its own part of the batch
         told /= 4
     grads = {key: whole(p.grad) for key, p in model.named_parameters()}
@@ -139,6 +142,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for form in ("dtensor", "fsdp2"):
             names.append(f"{form}{len(mesh)}")
             (folder / f"{names[-1]}.py").write_text(export_plan(stated(plan), form, force=True))
+        if len(mesh) == 1:
+            names.append("torchtitan1")
+            (folder / "torchtitan1.py").write_text(export_plan(stated(plan), "torchtitan", force=True))
     logs = [(folder / f"log{rank}").open("w+") for rank in range(4)]
     command = [sys.executable, str(folder / "run.py")]
     runs = [subprocess.Popen([*command, str(r), str(folder), *names], stdout=logs[r], stderr=logs[r]) for r in range(4)]
@@ -154,7 +160,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("name", ["dtensor1", "fsdp21", "plan1", "dtensor2", "fsdp22", "plan2"])
+@pytest.mark.parametrize("name", ["dtensor1", "fsdp21", "torchtitan1", "plan1", "dtensor2", "fsdp22", "plan2"])
 def test_loss_and_gradients_are_those_of_the_unplanned_module(folder: Path, name: str) -> None:
     net = runpy.run_path(str(folder / "net.py"))
     loss = net["loss"](net["model"](net["inputs"]), net["targets"])

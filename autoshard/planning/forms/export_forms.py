@@ -70,7 +70,7 @@ FORMS = {
         Form("dtensor", "torch.distributed.tensor", Rest.DTENSOR, state=False, layers=False, ordered=True),
         Form("fsdp2", "PyTorch's FSDP2", Rest.DTENSOR, state=False, layers=False, gathers=True),
         Form("transformers", "tensor and expert parallelism of transformers", Rest.DTENSOR, state=False, layers=False),
-        Form("torchtitan", "torchtitan's parallelize functions", Rest.DTENSOR, state=False, layers=False),
+        Form("torchtitan", "torchtitan's parallelize functions", Rest.DTENSOR, state=False, layers=False, gathers=True),
         Form("hlo", "tools that read HLO shardings", Rest.XLA),
         Form(FORM_BY_STAGE, "torch.distributed.pipelining", Rest.STAGES, state=False, layers=False),
     )

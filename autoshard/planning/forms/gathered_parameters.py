@@ -34,9 +34,8 @@ def gathered_candidate(
     choice in `SOLVE_S`.
     """
     axes = wide_axes(model, range(len(model.axis_sizes)))
-    parameters = {
-        position: _dims(model, specs.get(model.program.arguments[position].name)) for position in split_parameters(model)
-    }
+    arguments = model.program.arguments
+    parameters = {p: _dims(model, specs.get(arguments[p].name)) for p in split_parameters(model)}
     wanted = restricted(model, groups, name, parameters, Stream(axes))
     if wanted is None or groups.batch is None or groups.sizes[groups.batch] % _parts(model, axes):
         return None

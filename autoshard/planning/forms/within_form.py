@@ -24,6 +24,7 @@ from autoshard.planning.record.plan_parts import Prediction
 from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.record.spec import Spec
 from autoshard.planning.solve.weight_search import Candidate, SearchResult, evaluated_candidate
+from autoshard.planning.space.baselines import wide_axes
 from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.dim_groups import Groups, tensor_groups
 from autoshard.planning.space.plan_options import Limits
@@ -123,7 +124,9 @@ def plan_within(
     else:
         search = _FormSearch(form, model, groups, required, limits, progress)
         gathered = search.gathered(found, groups) if form.gathers else None
-        best, origin = gathered or search.run(found), {}
+        several = len(wide_axes(model, range(len(model.axis_sizes)))) > 1
+        best = search.run(found) if gathered is None or several else None
+        best, origin = min((each for each in (gathered, best) if each is not None), key=_rank, default=None), {}
     if best is None or not best.fits:
         least = "" if best is None else f": the least found is {format_bytes(best.outcome.peak_bytes)}"
         limit = format_bytes(limits.memory_bytes)

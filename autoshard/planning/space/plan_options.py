@@ -167,8 +167,8 @@ AUTO = "auto"
 def with_open_defaults(options: Mapping[str, Any], topology: str) -> dict[str, Any]:
     """Return the options of a source, with `auto` for the memory levers of a training step that nobody set.
 
-    These are recomputation, microbatches, and state on the hosts of TPUs. A step with stages has as many microbatches as
-    stages, so their number stays closed. Sources without the option `train` have no such levers.
+    These are recomputation, microbatches, and state on the hosts of TPUs. A step with stages has as many microbatches
+    as stages, so their number stays closed. Sources without the option `train` have no such levers.
     """
     if not options.get("train"):
         return dict(options)
@@ -261,8 +261,8 @@ def settled_options(options: Mapping[str, Any], topology: str) -> dict[str, Any]
     The option `preferred` is added: the kernel to use if `attention` is absent. The kernel `auto` becomes that of the
     topology's chips, or `plain`.
 
-    TPUs and GPUs prefer their own kernel. On CPUs, which only imitate kernels, any kernel is allowed. Raises `UserError`
-    for a kernel of other hardware.
+    TPUs and GPUs prefer their own kernel. On CPUs, which only imitate kernels, any kernel is allowed. Raises
+    `UserError` for a kernel of other hardware.
     """
     own, asked = Topology.parse(topology).traits.attention, options.get("attention")
     needs, chips = _MADE_FOR.get(str(asked), (own, ""))
