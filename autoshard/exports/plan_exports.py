@@ -23,6 +23,7 @@ from autoshard.planning import (
     reopen,
     splits_in_plan,
     splits_nothing,
+    with_split_batch,
 )
 from autoshard.program import Program
 
@@ -70,6 +71,8 @@ def make_export(plan: Plan, form: str, program: Program | None = None, *, force:
         writer.check(plan, program)
     program, problem = _opened(plan, known, program)
     check_names(known, plan.program_name, program, problem)
+    if program is not None and known.rest in (Rest.XLA, Rest.DTENSOR) and plan.origin.form != known.name:
+        plan = with_split_batch(plan, program)
     if not force:
         _refuse_nothing(plan, known, program)
     prediction, sentence = _priced(plan, known, program, problem)

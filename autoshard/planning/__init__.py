@@ -34,6 +34,7 @@ from autoshard.planning.forms.export_forms import splits_nothing as splits_nothi
 from autoshard.planning.forms.maxtext_axes import maxtext_uses as maxtext_uses
 from autoshard.planning.forms.within_form import by_name as by_name
 from autoshard.planning.forms.within_form import price_form as price_form
+from autoshard.planning.forms.within_form import with_split_batch as with_split_batch
 from autoshard.planning.mesh.portfolio import PlanCandidate as PlanCandidate
 from autoshard.planning.plan_builder import PlanResult as PlanResult
 from autoshard.planning.plan_builder import Running as Running

@@ -1,6 +1,7 @@
 """The code for DTensor and FSDP2 runs on four processes, and computes the module's unplanned results."""
 
 import dataclasses
+import re
 import runpy
 import subprocess
 import sys
@@ -209,3 +210,5 @@ def test_an_fsdp_plan_stays_one_where_its_ids_stand_whole() -> None:
     names: dict[str, object] = {}
     exec(text[text.index("INPUTS = ") : text.index("def make_mesh")], names)  # noqa: S102
     assert names["INPUTS"] == {"input_ids": 0, "labels": 0}
+    dtensor = make_export(ids, "dtensor", force=True).text
+    assert re.search(r"'input_ids': .*Shard\(0\)", dtensor), dtensor[-1500:]

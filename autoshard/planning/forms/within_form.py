@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -17,7 +18,7 @@ from autoshard.planning.forms.export_forms import Form, Rest, expressible_specs
 from autoshard.planning.forms.gathered_parameters import SOLVE_S, gathered_candidate
 from autoshard.planning.forms.maxtext_axes import maxtext_candidate, maxtext_candidates, maxtext_uses
 from autoshard.planning.forms.propagated_specs import Propagation, needs_pins
-from autoshard.planning.price.analysed_program import analyse_program, reprice
+from autoshard.planning.price.analysed_program import analyse_program, batch_dims, reprice
 from autoshard.planning.price.evaluate import evaluate, tensor_spec
 from autoshard.planning.price.prediction import predict
 from autoshard.planning.record.plan_parts import Prediction
@@ -73,6 +74,26 @@ def price_form(plan: Plan, program: Program, form: Form) -> Prediction | None:
             return predict(model, gathered.outcome, plan.memory_limit_bytes)
     completed = Propagation(model, form.rest, plan.results if form.state else {}).choices(given)
     return predict(model, evaluate(model, completed), plan.memory_limit_bytes)
+
+
+def with_split_batch(plan: Plan, program: Program) -> Plan:
+    """Return the plan with batch arguments split along their batch dim by all of the plan's `batch_axes`.
+
+    A plan may leave token ids whole, because every device looks all tokens up in some of the columns. A form without
+    pins cannot express that: from whole ids every device would compute the whole batch. Arguments that the axes do not
+    divide, or whose other dims they split, stay as they are.
+    """
+    _, batch_dims_of, _ = batch_dims(program)
+    parts = math.prod(plan.mesh[axis] for axis in plan.batch_axes)
+    arguments = dict(plan.arguments)
+    for argument, dims in zip(program.arguments, batch_dims_of, strict=True):
+        if argument.role is not Role.BATCH or len(dims) != 1 or argument.shape[dims[0]] % max(parts, 1):
+            continue
+        (dim,), spec = dims, plan.arguments[argument.name].of_rank(len(argument.shape))
+        elsewhere = {axis for other, axes in enumerate(spec.dims) if other != dim for axis in axes}
+        if set(spec.dims[dim]) < set(plan.batch_axes) and elsewhere.isdisjoint(plan.batch_axes):
+            arguments[argument.name] = Spec((*spec.dims[:dim], plan.batch_axes, *spec.dims[dim + 1 :]))
+    return dataclasses.replace(plan, arguments=arguments)
 
 
 def by_name(plan: Plan, program: Program) -> tuple[Mappings, dict[str, Spec]]:
