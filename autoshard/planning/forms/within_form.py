@@ -80,14 +80,15 @@ def with_split_batch(plan: Plan, program: Program) -> Plan:
     """Return the plan with batch arguments split along their batch dim by all of the plan's `batch_axes`.
 
     A plan may leave token ids whole, because every device looks all tokens up in some of the columns. A form without
-    pins cannot express that: from whole ids every device would compute the whole batch. Arguments that the axes do not
-    divide, or whose other dims they split, stay as they are.
+    pins cannot express that: from whole ids every device would compute the whole batch. Arguments that the user
+    pinned, that the axes do not divide, or whose other dims they split, stay as they are.
     """
     _, batch_dims_of, _ = batch_dims(program)
     parts = math.prod(plan.mesh[axis] for axis in plan.batch_axes)
     arguments = dict(plan.arguments)
     for argument, dims in zip(program.arguments, batch_dims_of, strict=True):
-        if argument.role is not Role.BATCH or len(dims) != 1 or argument.shape[dims[0]] % max(parts, 1):
+        is_batch = argument.role is Role.BATCH and argument.name not in plan.origin.pinned
+        if not is_batch or len(dims) != 1 or argument.shape[dims[0]] % max(parts, 1):
             continue
         (dim,), spec = dims, plan.arguments[argument.name].of_rank(len(argument.shape))
         elsewhere = {axis for other, axes in enumerate(spec.dims) if other != dim for axis in axes}
