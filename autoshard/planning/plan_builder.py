@@ -5,7 +5,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ from autoshard.planning.solve.weight_search import Infeasible, SearchResult
 from autoshard.planning.space.attention_exchange import check_exchange
 from autoshard.planning.space.derived_axes import STAGE, find_axis_parts
 from autoshard.planning.space.plan_options import Limits, Options
-from autoshard.planning.space.spec_constraints import check_regions, program_mesh
+from autoshard.planning.space.spec_constraints import check_regions, mesh_text, program_mesh
 from autoshard.planning.space.user_constraints import check_axes
 from autoshard.program import Program, lift_constraints, lowered_for
 from autoshard.solver import write_contest
@@ -191,7 +191,7 @@ def make_plan(
         reason = explain_infeasible(best.model, found, limits, best.required)
         raise InfeasibleError(reason) from found
     phases.start("write", "writing the plan")
-    compared = searched.original if isinstance(searched.original.found, SearchResult) else best
+    compared = searched.compared if isinstance(searched.compared.found, SearchResult) else best
     assert isinstance(compared.found, SearchResult)
     completed = compared.found.baselines
     baseline_writer = Writer(
@@ -207,7 +207,7 @@ def make_plan(
         baseline_writer,
         provenance={**figures.provenance, **({"flag_sets": gains} if gains else {}), **asked},
         baselines={name: predict(compared.model, c.outcome, limits.memory_bytes) for name, c in completed.items()},
-        notes=figures.notes,
+        notes=(*figures.notes, *searched.notes),
     )
     if form is None:
         first = contender(best.model, found, found.best, "plan", "the least predicted time")
@@ -319,10 +319,8 @@ class MeshResults:
 
     best: MeshOutcome
     """Fastest result; it may be infeasible if all are."""
-    original: MeshOutcome
-    """Result with baselines on the given or chosen mesh. It is also the best one, unless an axis cut in two is
-    faster.
-    """
+    compared: MeshOutcome
+    """Result with baselines: on the given or chosen mesh, or on another one if that has none."""
     outcomes: tuple[MeshOutcome, ...]
     """Results on the mesh, and on the mesh with an axis cut if there is one."""
     tried: tuple[MeshTried, ...]
@@ -331,6 +329,8 @@ class MeshResults:
     """Best choices on other meshes, if the mesh was searched."""
     unconstrained_bound_s: float
     """Lower bound in seconds of all plans on other meshes, ignoring the memory limit; infinite for a given mesh."""
+    notes: tuple[str, ...] = ()
+    """Sentences for the plan on the mesh of the baselines."""
 
 
 def _search(
@@ -380,6 +380,29 @@ def _search(
         outcomes = (original, refined)
     if mesh_choice is None:
         return MeshResults(best, original, outcomes, (), (), math.inf)
+    compared = _with_baselines(search_on, original, mesh_choice.others, time_limit)
+    notes = ()
+    if compared is not original:
+        notes = (f"this mesh has no baseline; those that are compared are on {mesh_text(compared.model.mesh)}",)
     return MeshResults(
-        best, original, outcomes, mesh_choice.tried, mesh_choice.others, mesh_choice.unconstrained_bound_s
+        best, compared, outcomes, mesh_choice.tried, mesh_choice.others, mesh_choice.unconstrained_bound_s, notes
     )
+
+
+def _with_baselines(
+    search_on: Searcher, original: MeshOutcome, others: Sequence[MeshBest], time_limit: float
+) -> MeshOutcome:
+    """Return a result with baselines: the original one, else that on the fastest other mesh of at most two axes.
+
+    The original one is also returned if there are none either. Users compare with plans that they would write, and
+    these have one or two axes.
+    """
+    if not isinstance(original.found, SearchResult) or original.found.baselines:
+        return original
+    simple = [each for each in others if sum(size > 1 for size in each.mesh.axes.values()) <= 2]
+    if not simple:
+        return original
+    fastest = min(simple, key=lambda each: each.outcome.step_time_s + each.tight_s)
+    model = search_on.price(fastest.mesh)
+    elsewhere = search_on.priced(model, search_on.task.required(model), fastest.choices, time_limit / 4)
+    return elsewhere if isinstance(elsewhere.found, SearchResult) and elsewhere.found.baselines else original

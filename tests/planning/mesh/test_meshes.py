@@ -10,15 +10,20 @@ import pytest
 
 import autoshard
 from autoshard.base.workers import WorkerCrew
-from autoshard.cost import Topology, candidate_meshes, load_calibration
+from autoshard.cost import Mesh, Topology, candidate_meshes, load_calibration
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.planning import Options, Plan, PlanResult, Running, make_plan, read_asked
+from autoshard.planning.mesh import mesh_searcher
 from autoshard.planning.mesh.mesh_attempt import MeshAttempts
 from autoshard.planning.mesh.mesh_search import MeshSearch
 from autoshard.planning.price.analysed_program import Task, analyse_program
 from autoshard.planning.record.plan_files import plan_to_json
 from autoshard.planning.solve.weight_search import WeightSearch
+from autoshard.planning.space.baselines import Baseline, baselines
+from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.derived_axes import LEAST_GAIN
+from autoshard.planning.space.dim_groups import Groups
+from autoshard.planning.space.spec_constraints import mesh_text
 from autoshard.planning.space.user_constraints import Asked
 from autoshard.program import trace
 from tests.base.test_crew import nap, wait_for_helpers
@@ -238,3 +243,18 @@ def test_a_program_with_a_mesh_of_its_own_keeps_it() -> None:
     program = trace(fn, (f32(16, 8), f32(8, 16)), name="own")
     plan = make_plan(program, Options(topology="cpu:8")).plan
     assert plan.mesh == {"rows": 2, "columns": 4} and plan.meshes == ()
+
+
+def test_baselines_are_those_of_another_mesh_where_the_chosen_one_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Mesh] = []
+
+    def named(model: Model, groups: Groups) -> list[Baseline]:
+        asked.append(model.mesh)
+        return baselines(model, groups) if len(asked) > 1 else []
+
+    monkeypatch.setattr(mesh_searcher, "baselines", named)
+    result = make_plan(made.program("wide mlp"), Options(topology="v5e:4x4", refine_axes=False))
+    assert len(asked) == 2 and asked[0] != asked[1] and len(asked[1].axes) <= 2
+    assert result.plan.mesh == dict(asked[0].axes) and "fsdp" in result.plan.baselines
+    assert result.baseline_plans["fsdp"].mesh == dict(asked[1].axes)
+    assert any(f"are on {mesh_text(asked[1])}" in line for line in result.plan.warnings)
