@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -79,6 +80,8 @@ class Explanation:
     """Alternatives, the chosen one first, then by step time, impossible ones last. Empty if the planner decides nothing
     for the tensor.
     """
+    alike: tuple[str, ...] = ()
+    """Other tensors that the given name matches, of the same shape and spec, for which this one stands."""
 
 
 @provides("explain")
@@ -87,7 +90,7 @@ def explain_plan(
 ) -> Explanation:
     """Explain why argument or result `name` has its spec in a plan.
 
-    - `plan`, `name`: plan, and full name or unique last part of a name in it (see `named`).
+    - `plan`, `name`: plan, and a full name, a last part of it or a pattern (see `named`).
     - `program`: the plan's program; None opens it again from its source in the plan.
     - `time_limit`: processor seconds for all solves together; each solve gets an equal share of the rest, at least one
       second.
@@ -100,26 +103,30 @@ def explain_plan(
     Raises `UserError` for a name that the plan does not have, and for a program that is not the plan's. Raises it also
     for a plan without choices, as older or other versions write.
     """
-    name = named(plan, name)
+    name, *alike = named(plan, name)
     program = as_planned(program or reopen(plan), plan)
     if program.fingerprint != plan.program_fingerprint:
         raise UserError(f"the program is not the one of the plan ({plan.program_name}): it has changed; plan it again.")
     model, choices, required = _rebuild(plan, program)
-    return _Explainer(plan, model, choices, required, time_limit, seed).explain(name)
+    explanation = _Explainer(plan, model, choices, required, time_limit, seed).explain(name)
+    return dataclasses.replace(explanation, alike=tuple(alike))
 
 
-def named(plan: Plan, name: str) -> str:
-    """Return the argument or result with a name, or the only one whose last dotted parts are that name.
+def named(plan: Plan, name: str) -> list[str]:
+    """Return the arguments and results that a name matches: the one with this full name, or all with this last part.
 
-    Optimizer state is found by its full name only. Raises `UserError` if no name or several match.
+    A last part begins after a dot, and may have the wildcard `*`. Several matches must have the same shape and spec, as
+    those of repeated layers have. Optimizer state is found by its full name only. Raises `UserError` if nothing
+    matches, or if the matches differ.
     """
-    known = {**plan.arguments, **plan.results}
+    known = {**plan.results, **plan.arguments}
     if name in known:
-        return name
-    ends = [k for k in known if k.endswith(f".{name}") and plan.roles.get(k) != "optimizer_state"]
-    if len(ends) == 1:
-        return ends[0]
-    raise UserError(f"the plan has no argument or result {name}; {near_names(name, ends or known)}")
+        return [name]
+    of_weights = [k for k in known if plan.roles.get(k) != "optimizer_state"]
+    found = [k for k in of_weights if fnmatchcase(k, name) or fnmatchcase(k, f"*.{name}")]
+    if len({(plan.shapes.get(k), known[k]) for k in found}) == 1:
+        return found
+    raise UserError(f"the plan has no argument or result {name}; {near_names(name, found or known)}")
 
 
 def reopen(plan: Plan, program: str | None = None, entry: str | None = None) -> Program:
@@ -366,5 +373,6 @@ def explanation_figures(found: Explanation) -> dict[str, Any]:
         "spec": found.spec.to_json(),
         "fixed": found.fixed or None,
         "shares": list(found.shares),
+        "alike": list(found.alike),
         "alternatives": [row(one) for one in found.alternatives],
     }

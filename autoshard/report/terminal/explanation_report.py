@@ -57,6 +57,8 @@ def _explained(found: Explanation) -> RenderableType:
     ]
     if found.fixed:
         lines.append(Text(f"Fixed: {clean(found.fixed)}", style="yellow"))
+    if found.alike:
+        lines.append(Text(f"Stands for {len(found.alike)} more of this shape and spec, to {clean(found.alike[-1])}."))
     if found.shares:
         more = f" and {len(found.shares) - 3} more" if len(found.shares) > 3 else ""
         lines.append(Text(f"Has one spec with {', '.join(clean(n) for n in found.shares[:3])}{more}."))

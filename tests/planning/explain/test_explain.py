@@ -11,6 +11,7 @@ from autoshard.cli import main
 from autoshard.errors import UserError
 from autoshard.exports import export_plan
 from autoshard.planning import Options, Plan, Spec, explain_plan, load_plan, make_plan, read_asked, save_plan
+from autoshard.planning.explain.explanation import named
 from autoshard.program import Program, open_source
 from autoshard.report.terminal.explanation_report import step_limits
 from tests.planning.programs import wide_mlp
@@ -73,6 +74,19 @@ def test_pins_are_reported_and_preserved() -> None:
     explanation = explain_plan(plan, "up", program)
     assert explanation.name == "params.0.up" and explanation.fixed == "--replicate params.0.up"
     assert explanation.spec == Spec.replicated(2)
+
+
+def test_a_pattern_stands_for_tensors_that_are_alike() -> None:
+    program = wide_mlp(batch=512, dim=256, ffn=512, layers=3)
+    plan = make_plan(program, Options(topology="v5e:2x4", mesh="data=4,model=2")).plan
+    ups = [f"params.{layer}.up" for layer in range(3)]
+    alike = dataclasses.replace(plan, arguments={**plan.arguments, **dict.fromkeys(ups, plan.arguments[ups[0]])})
+    assert named(alike, "params.*.up") == named(alike, "*.up") == named(alike, "up") == ups and len(ups) == 3
+    assert named(alike, "0.up") == ["params.0.up"]
+    assert explain_plan(alike, "*.up", program).alike == tuple(ups[1:])
+    differ = {ups[0]: Spec(((), ("data", "model"))), ups[1]: Spec.replicated(2)}
+    with pytest.raises(UserError, match="has no argument or result up"):
+        named(dataclasses.replace(plan, arguments={**plan.arguments, **differ}), "up")
 
 
 def test_the_file_alone_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
