@@ -1,6 +1,8 @@
 """Report of one tensor's spec, of the limits of a plan, and of its alternatives."""
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -16,6 +18,7 @@ from autoshard.planning import (
     Collective,
     Explanation,
     Plan,
+    PlannedOp,
     Prediction,
     axis_words,
     spec_text,
@@ -192,7 +195,7 @@ def _row(
 
 def step_limits(plan: Plan) -> tuple[str, ...]:
     """Return sentences on the limits of step time and memory, on gains of compiler flags, and on the bound."""
-    return (*_time(plan), *_memory(plan), *_flag_sets(plan), *_gaps(plan))
+    return (*_time(plan), *_compute(plan), *_memory(plan), *_flag_sets(plan), *_gaps(plan))
 
 
 def _time(plan: Plan) -> list[str]:
@@ -222,6 +225,63 @@ def _time(plan: Plan) -> list[str]:
             "does not hide."
         )
     return lines
+
+
+_LIMITS = {"compute": "FLOPs", "memory": "memory traffic", "network": "memory traffic", "overhead": "starting ops"}
+"""Words for the resource that takes most of an op's compute time, by the op's `bound`."""
+
+
+def _compute(plan: Plan) -> list[str]:
+    """Return sentences on the source lines that take most compute, and on a softmax in memory; none if compute is less
+    than half of the step.
+    """
+    step = plan.prediction.step_time_s
+    if step <= 0 or plan.by_stage or plan.prediction.compute_s < 0.5 * step:
+        return []
+    lines: dict[str, list[PlannedOp]] = {}
+    for op in plan.ops:
+        if op.line or op.name:
+            lines.setdefault(op.line or readable(op.name), []).append(op)
+    costly = sorted(lines.items(), key=lambda item: -sum(op.compute_s for op in item[1]))
+    named = []
+    for line, ops in costly[:3]:
+        share = sum(op.compute_s for op in ops) / step
+        # Smaller parts do not explain a step.
+        if share >= 0.05:
+            named.append(f"{clean(line)} {share:.0%} ({_kinds(ops)})")
+    if not named:
+        return []
+    compute = plan.prediction.compute_s / step
+    sentences = [
+        f"Compute is {compute:.0%} of the step. Its costliest lines, as shares of the step: {', '.join(named)}."
+    ]
+    return sentences + _softmax_in_memory(costly, step)
+
+
+def _kinds(ops: Sequence[PlannedOp]) -> str:
+    """Return the costliest kind of some ops, and the resource that limits most of their compute."""
+    by_kind, by_limit = Counter[str](), Counter[str]()
+    for op in ops:
+        by_kind[op.kind] += op.compute_s
+        by_limit[_LIMITS.get(op.bound, op.bound)] += op.compute_s
+    return f"{by_kind.most_common(1)[0][0]}, limited by {by_limit.most_common(1)[0][0]}"
+
+
+def _softmax_in_memory(costly: Sequence[tuple[str, Sequence[PlannedOp]]], step: float) -> list[str]:
+    """Return a sentence if exponentials between matmuls, as those of attention, take a tenth of the step in memory.
+
+    A kernel stores no scores: it saves the passes of the line's elementwise ops through memory.
+    """
+    for line, ops in costly:
+        passes_s = sum(op.compute_s for op in ops if op.bound == "memory" and op.kind != "dot_general")
+        exponential = any(op.kind == "exponential" and op.bound == "memory" for op in ops)
+        matmuls = any(op.kind == "dot_general" and op.bound == "memory" for op in ops)
+        if exponential and matmuls and passes_s > 0.1 * step:
+            return [
+                f"The softmax at {clean(line)} stores its scores in memory: a fused attention kernel would save "
+                f"about {format_seconds(passes_s)} ({passes_s / step:.0%} of the step)."
+            ]
+    return []
 
 
 def _flag_sets(plan: Plan) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 from autoshard.cli import main
 from autoshard.errors import UserError
 from autoshard.exports import export_plan
-from autoshard.planning import Options, Plan, Spec, explain_plan, load_plan, make_plan, read_asked, save_plan
+from autoshard.planning import Options, Plan, PlannedOp, Spec, explain_plan, load_plan, make_plan, read_asked, save_plan
 from autoshard.planning.explain.explanation import named
 from autoshard.program import Program, open_source
 from autoshard.report.terminal.explanation_report import step_limits
@@ -153,3 +153,31 @@ def test_what_cannot_be_explained_is_reported() -> None:
     slower = dataclasses.replace(plan.prediction, step_time_s=1.0)
     with pytest.raises(UserError, match="predicts 1 s a step, but its choices are priced at"):
         dataclasses.replace(plan, prediction=slower).explain("params.0.up", program)
+
+
+def planned_op(kind: str, line: str, compute_s: float, bound: str) -> PlannedOp:
+    return PlannedOp(f"jit(f)/{kind}", kind, line, "", 1, compute_s, 0.0, 0.0, 0.0, 0.0, 0.0, 0, bound)
+
+
+def test_lines_that_take_most_compute_are_named_with_their_limit() -> None:
+    """Name the costliest lines, and a softmax between matmuls that all go through memory."""
+    _, plan = wide()
+    step = plan.prediction.step_time_s
+    prediction = dataclasses.replace(plan.prediction, compute_s=0.9 * step)
+    ops = (
+        planned_op("dot_general", "model.py:3", 0.3 * step, "compute"),
+        planned_op("dot_general", "model.py:7", 0.1 * step, "memory"),
+        planned_op("exponential", "model.py:7", 0.2 * step, "memory"),
+        planned_op("add", "model.py:9", 0.01 * step, "memory"),
+    )
+    lines = step_limits(dataclasses.replace(plan, prediction=prediction, ops=ops))
+    (compute,) = [line for line in lines if line.startswith("Compute is")]
+    assert compute == (
+        "Compute is 90% of the step. Its costliest lines, as shares of the step: "
+        "model.py:3 30% (dot_general, limited by FLOPs), model.py:7 30% (exponential, limited by memory traffic)."
+    )
+    assert any("softmax at model.py:7" in line and "(20% of the step)" in line for line in lines)
+    fused = [op for op in ops if op.kind != "exponential"]
+    assert not any("softmax" in line for line in step_limits(dataclasses.replace(plan, ops=tuple(fused))))
+    waiting = dataclasses.replace(prediction, compute_s=0.4 * step)
+    assert not any(line.startswith("Compute is") for line in step_limits(dataclasses.replace(plan, prediction=waiting)))
