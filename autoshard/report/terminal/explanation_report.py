@@ -232,8 +232,9 @@ _LIMITS = {"compute": "FLOPs", "memory": "memory traffic", "network": "memory tr
 
 
 def _compute(plan: Plan) -> list[str]:
-    """Return sentences on the source lines that take most compute, and on a softmax in memory; none if compute is less
-    than half of the step.
+    """Return sentences on the source lines that take most compute, and on a softmax in memory.
+
+    There are none if compute is less than half of the step.
     """
     step = plan.prediction.step_time_s
     if step <= 0 or plan.by_stage or plan.prediction.compute_s < 0.5 * step:
@@ -252,10 +253,9 @@ def _compute(plan: Plan) -> list[str]:
     if not named:
         return []
     compute = plan.prediction.compute_s / step
-    sentences = [
-        f"Compute is {compute:.0%} of the step. Its costliest lines, as shares of the step: {', '.join(named)}."
-    ]
-    return sentences + _softmax_in_memory(costly, step)
+    shares = ", ".join(named)
+    sentence = f"Compute is {compute:.0%} of the step. Its costliest lines, as shares of the step: {shares}."
+    return [sentence, *_softmax_in_memory(costly, step)]
 
 
 def _kinds(ops: Sequence[PlannedOp]) -> str:
