@@ -162,7 +162,7 @@ def _swept(arguments: argparse.Namespace, answer: TextIO, pool: "RayPool | None"
     configure_imports()
     from autoshard.base.worker_pool import HelperPool
     from autoshard.cost import Topology, load_chip
-    from autoshard.planning import sweep
+    from autoshard.planning import Assumptions, keep_assumptions, sweep
     from autoshard.report import plot_sweep, sweep_figures, sweep_report
 
     prices = {load_chip(chip).name: price for chip, price in arguments.price.items()}
@@ -189,6 +189,9 @@ def _swept(arguments: argparse.Namespace, answer: TextIO, pool: "RayPool | None"
             progress=progress,
             **planning_flags(arguments),
         )
+    if arguments.out is not None:
+        tokens = {} if arguments.tokens is None else {"tokens": arguments.tokens}
+        keep_assumptions(arguments.out, Assumptions(**tokens, **({"prices": prices} if prices else {})))
     if arguments.plot is not None:
         plot_sweep(rows, arguments.plot)
     if arguments.json:
@@ -206,17 +209,20 @@ def _swept(arguments: argparse.Namespace, answer: TextIO, pool: "RayPool | None"
 def report_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
     """Print the table of a saved sweep, or write its page to `--out`; return 0.
 
-    With `--plans` also write the page of each plan, into the folder of `_folder_of`. Raises `UserError` for flags that
-    do not apply, or for a sweep without rows.
+    Tokens and prices are those of the flags, else those with which the sweep was run. With `--plans` also write the
+    page of each plan, into the folder of `_folder_of`. Raises `UserError` for flags that do not apply, or for a sweep
+    without rows.
     """
     from autoshard.cost import Topology, load_chip
-    from autoshard.planning import read_sweep
+    from autoshard.planning import read_assumptions, read_sweep
     from autoshard.report import sweep_figures, sweep_page, sweep_report, write_text
 
     for flag in ("perfetto", "compiled", "profile", "compare", "measured"):
         if getattr(arguments, flag):
             raise UserError(f"--{flag} is for one plan; {arguments.plan} is a sweep.")
-    prices = {load_chip(chip).name: price for chip, price in arguments.price.items()}
+    assumed = read_assumptions(arguments.plan)
+    tokens = assumed.get("tokens") if arguments.tokens is None else arguments.tokens
+    prices = assumed.get("prices", {}) | {load_chip(chip).name: price for chip, price in arguments.price.items()}
 
     def place(row: "SweepRow") -> tuple[str, int, str, int, str]:
         """Return the sort key of a row: chip, chips, topology, batch and remat variant."""
@@ -231,17 +237,17 @@ def report_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
         links = {plan: file.relative_to(arguments.out.parent).as_posix() for plan, (file, _) in pages.items()}
         if pages:
             _make_folder(_folder_of(arguments.out))
-        texts = [*pages.values(), (arguments.out, sweep_page(rows, prices, arguments.tokens, links))]
+        texts = [*pages.values(), (arguments.out, sweep_page(rows, prices, tokens, links))]
         for file, text in texts:
             write_text(file, text)
         written = sorted(str(file) for file, _ in texts)
     if arguments.json:
-        print_json(sweep_figures(rows, prices, arguments.tokens) | {"written": written}, answer)
+        print_json(sweep_figures(rows, prices, tokens) | {"written": written}, answer)
     elif arguments.out is not None:
         more = f", and {len(pages)} pages of plans in {_folder_of(arguments.out)}" if pages else ""
         print(f"Written: {arguments.out}{more}", file=answer)
     else:
-        print_rich(sweep_report(rows, prices, arguments.tokens), answer)
+        print_rich(sweep_report(rows, prices, tokens), answer)
     return 0
 
 

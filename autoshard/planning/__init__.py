@@ -1,6 +1,9 @@
 """The planner: strategies, the Problem, baselines, and the resulting `Plan`."""
 
+from autoshard.planning.capacity.capacity_sweep import Assumptions as Assumptions
 from autoshard.planning.capacity.capacity_sweep import is_sweep as is_sweep
+from autoshard.planning.capacity.capacity_sweep import keep_assumptions as keep_assumptions
+from autoshard.planning.capacity.capacity_sweep import read_assumptions as read_assumptions
 from autoshard.planning.capacity.capacity_sweep import read_sweep as read_sweep
 from autoshard.planning.capacity.capacity_sweep import sweep as sweep
 from autoshard.planning.capacity.sweep_choice import SweepChoice as SweepChoice

@@ -10,8 +10,18 @@ from typing import Any
 import pytest
 
 import autoshard
+from autoshard.cli import main
 from autoshard.errors import UserError
-from autoshard.planning import Options, SweepChoice, SweepRow, SweepTask, choose_rows, make_plan
+from autoshard.planning import (
+    Options,
+    SweepChoice,
+    SweepRow,
+    SweepTask,
+    choose_rows,
+    make_plan,
+    read_assumptions,
+    read_sweep,
+)
 from autoshard.program import open_source, read_config
 
 
@@ -102,6 +112,27 @@ def test_rows_on_file_are_not_made_again(source: str, tmp_path: Path) -> None:
     Path(source).write_text(PROGRAM.replace("(16, 8)", "(16, 32)"))
     changed = autoshard.sweep(source, topologies=["cpu:2"], path=path)
     assert changed[0].step_time_s != 42.0, "a changed program is another row"
+
+
+def test_tokens_and_prices_stay_with_the_rows(
+    source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Report a sweep with the tokens and prices of its run; flags of the report come first."""
+    path = tmp_path / "sweep.json"
+    sweep = ["sweep", source, "--topology", "v5e:1x1,v6e:1x1", "--quiet", "--out", str(path)]
+    assert main([*sweep, "--tokens", "1B", "--price", "v5e=1.5"]) == 0
+    assert read_assumptions(path) == {"tokens": 1e9, "prices": {"v5e": 1.5}}
+    autoshard.sweep(source, topologies=["cpu:2"], path=path)
+    assert len(read_sweep(path)) == 3 and read_assumptions(path)["tokens"] == 1e9
+    assert main([*sweep, "--price", "v6e=2.5"]) == 0
+    capsys.readouterr()
+    assert read_assumptions(path) == {"tokens": 1e9, "prices": {"v6e": 2.5}}
+    for flags, tokens in ([], 1e9), (["--tokens", "2B"], 2e9):
+        page = tmp_path / "sweep.html"
+        assert main(["report", str(path), "--out", str(page), "--force", *flags]) == 0
+        capsys.readouterr()
+        text = page.read_text().replace(" ", "")
+        assert f'"tokens":{tokens}' in text and '"v6e":2.5' in text
 
 
 ROW = {"topology": "cpu:2", "batch": None, "remat": None}

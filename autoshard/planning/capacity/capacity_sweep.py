@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypedDict, Unpack
+from typing import Annotated, Any, NotRequired, TypedDict, Unpack
 
 import msgspec
 
@@ -27,11 +27,21 @@ ROWS = "sweep.json"
 """Name of the file of rows in a sweep's folder."""
 
 
+class Assumptions(TypedDict, total=False):
+    """Assumptions of a sweep's user, with which its rows become days and costs."""
+
+    tokens: float
+    """Tokens of a whole run."""
+    prices: dict[str, float]
+    """Price of a chip's hour by name of the chip."""
+
+
 class _SweepFile(TypedDict):
     """Content of a sweep's file: rows by key."""
 
     format: Annotated[str, msgspec.Meta(pattern=f"^{FORMAT}$")]
     rows: dict[str, SweepRow]
+    assumptions: NotRequired[Assumptions]
 
 
 def sweep(
@@ -137,7 +147,7 @@ class _Store:
         self.folder: Path | None = None
         if self.path is not None and (self.path.is_dir() or not self.path.suffix):
             self.folder, self.path = self.path, self.path / ROWS
-        self.rows = {} if self.path is None else _read(self.path)
+        self.rows, self.assumptions = ({}, Assumptions()) if self.path is None else _read(self.path)
 
     def row(self, key: str) -> SweepRow | None:
         """Return the stored row, also one that failed. Return None if the row is missing, or if the folder lacks the
@@ -165,10 +175,21 @@ class _Store:
                     row = dataclasses.replace(row, plan=self._name(row, key))
                     write_whole(self.folder / row.plan, made.plan.encode())
             self.rows[key] = row
-            _write(self.path, self.rows)
+            self.write()
         except OSError as error:
             raise UserError(f"cannot write {self.path}: {error.strerror}.") from error
         return row
+
+    def write(self) -> None:
+        """Write rows, sorted by key, and assumptions as JSON to a temporary file and rename it; equal rows give equal
+        bytes.
+        """
+        assert self.path is not None
+        body = {key: dataclasses.asdict(self.rows[key]) for key in sorted(self.rows)}
+        text: dict[str, Any] = {"format": FORMAT, "rows": body}
+        if self.assumptions:
+            text["assumptions"] = self.assumptions
+        write_whole(self.path, (json.dumps(text, indent=1) + "\n").encode())
 
     def _name(self, row: SweepRow, key: str) -> str:
         """Return a file name from topology, batch and remat policy, such as `v5e-4x4-batch-8.plan.json`. A number from
@@ -181,11 +202,11 @@ class _Store:
         return next(name for number in numbers if (name := f"{stem}{number}.plan.json") not in used)
 
 
-def _read(path: Path) -> dict[str, SweepRow]:
-    """Return the rows of a sweep's file as `read_sweep` does; none if there is no file."""
+def _read(path: Path) -> tuple[dict[str, SweepRow], Assumptions]:
+    """Return the rows and the assumptions of a sweep's file as `read_sweep` does; none if there is no file."""
     if not path.exists():
-        return {}
-    return read_sweep(path)
+        return {}, Assumptions()
+    return read_sweep(path), read_assumptions(path)
 
 
 def read_sweep(path: str | os.PathLike[str]) -> dict[str, SweepRow]:
@@ -194,12 +215,37 @@ def read_sweep(path: str | os.PathLike[str]) -> dict[str, SweepRow]:
     Raises `UserError` for a file that is missing or cannot be read. Raises it also for one that no sweep wrote, or with
     fields that a row does not have.
     """
+    return _file(path)["rows"]
+
+
+def read_assumptions(path: str | os.PathLike[str]) -> Assumptions:
+    """Return the assumptions in a sweep's file or folder, empty without any; raise `UserError` as `read_sweep` does."""
+    return _file(path).get("assumptions", Assumptions())
+
+
+def keep_assumptions(path: str | os.PathLike[str], assumptions: Assumptions) -> None:
+    """Add assumptions to the file or folder of a sweep, over those that it has; without any, nothing is written.
+
+    Raises `UserError` as `read_sweep` does, and if the file cannot be written.
+    """
+    if not assumptions:
+        return
+    store = _Store(path)
+    store.assumptions |= assumptions
+    try:
+        store.write()
+    except OSError as error:
+        raise UserError(f"cannot write {store.path}: {error.strerror}.") from error
+
+
+def _file(path: str | os.PathLike[str]) -> _SweepFile:
+    """Return the content of a sweep's file or folder. Raises `UserError` as `read_sweep` does."""
     if Path(path).is_dir():
         path = Path(path) / ROWS
     foreign = f"{path} is not a file that `autoshard sweep --out` wrote; name another one, or remove it."
     try:
         text = read_json(path)
-        rows = msgspec.convert(text, _SweepFile)["rows"]
+        content = msgspec.convert(text, _SweepFile)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}.") from error
     except ValueError as error:
@@ -208,7 +254,7 @@ def read_sweep(path: str | os.PathLike[str]) -> dict[str, SweepRow]:
     # msgspec ignores unknown keys of a dataclass, and the next run would write the file without them.
     if any(row.keys() - known for row in text["rows"].values()):
         raise UserError(foreign)
-    return rows
+    return content
 
 
 def is_sweep(path: str | os.PathLike[str]) -> bool:
@@ -225,9 +271,3 @@ def is_sweep(path: str | os.PathLike[str]) -> bool:
             return f'"format": "{FORMAT}"'.encode() in opened.read(64)
     except OSError:
         return False
-
-
-def _write(path: str | os.PathLike[str], rows: Mapping[str, SweepRow]) -> None:
-    """Write rows as JSON, sorted by key, to a temporary file and rename it to `path`; equal rows give equal bytes."""
-    body = {key: dataclasses.asdict(rows[key]) for key in sorted(rows)}
-    write_whole(path, (json.dumps({"format": FORMAT, "rows": body}, indent=1) + "\n").encode())

@@ -251,7 +251,9 @@ def _slower(trial: MeshAttempt, chosen: MeshAttempt) -> str:
     ):  # fmt: skip
         if own > other + 1e-3 * chosen.step_s:
             parts.append(f"{name} {format_seconds(own)} against {format_seconds(other)}")
-    return (f"{excess:.1%} slower" if excess < math.inf else "slower") + (f": {', '.join(parts)}" if parts else "")
+    # A percentage above 100 is hard to read.
+    ratio = f"{excess:.1%} slower" if excess < 1 else f"{1 + excess:.1f} times as long"
+    return (ratio if excess < math.inf else "slower") + (f": {', '.join(parts)}" if parts else "")
 
 
 class _Step(enum.IntEnum):
