@@ -104,7 +104,7 @@ def run_job(job: CompileJob) -> Compiled:
         began = time.monotonic()
         result, log = _run(job, directory)
         if result is None and (stem := placed(directory)):
-            return read_placed(directory, stem, job.argument_bytes, time.monotonic() - began, log)
+            return read_placed(directory, stem, time.monotonic() - began, log)
         return _read_result(directory, result or {}, log, job.target, job.argument_bytes)
 
 

@@ -53,8 +53,8 @@ class CompileReport:
     memory_predicted: dict[str, int]
     """Predicted bytes of each kind at the peak, as `Prediction.memory` names the kinds."""
     memory_compiled: dict[str, int]
-    """Bytes of `arguments`, `temporaries` and `host` (in the host's memory). With machine code also `results`,
-    `donated` and `peak`, without it also `on_chip`.
+    """Bytes of `arguments`, `results`, `donated`, `temporaries` and `host` (in the host's memory). With machine code
+    also `peak`, without it also `on_chip`.
     """
     host_predicted: int
     """Predicted bytes of the host's memory that the program uses for one device."""
@@ -318,6 +318,8 @@ def compile_lines(result: CompileReport) -> list[str]:
         )
     compiled = "not said" if result.peak_compiled is None else format_bytes(result.peak_compiled)
     lines.append(f"Peak memory of a device: predicted {format_bytes(result.peak_predicted)}, compiled {compiled}")
+    if result.reserved_compiled is not None:
+        lines[-1] += f"; the program reserves {format_bytes(result.reserved_compiled)}"
     for kind in sorted({*result.memory_predicted, *result.memory_at_peak} if result.memory_at_peak else ()):
         lines.append(
             f"  {kind.replace('_', ' ')}: predicted {format_bytes(result.memory_predicted.get(kind, 0))}, "
