@@ -47,8 +47,8 @@ class CompileReport:
     fit. None if the compiler reported no figure.
     """
     reserved_compiled: int | None
-    """Bytes of a device's memory that the compiled program reserves from its start to its end: arguments, results that
-    share no memory with an argument, and the compiler's arena. None if the program does not fit.
+    """Bytes of a device's memory that the compiled program reserves from its start to its end. These are arguments,
+    results that share no memory with an argument, and the compiler's arena. None if the program does not fit.
     """
     memory_predicted: dict[str, int]
     """Predicted bytes of each kind at the peak, as `Prediction.memory` names the kinds."""
@@ -359,6 +359,12 @@ def compile_lines(result: CompileReport) -> list[str]:
             f"  {collective.count} x {collective.kind} over {'+'.join(collective.axes)}: "
             f"{format_bytes(collective.wire_bytes)} ({', '.join(filter(None, flags))})"
         )
+    return [*lines, *compile_notes(result), f"Compiled in {result.compile_s:.1f} s"]
+
+
+def compile_notes(result: CompileReport) -> list[str]:
+    """Return the lines of the printed report on unforeseen collectives, then the warnings; empty without any."""
+    lines = []
     for row in result.unforeseen:
         where = f" at {row.line}" if row.line else ""
         specs = f", {row.before} -> {row.after}" if row.after else ""
@@ -366,4 +372,4 @@ def compile_lines(result: CompileReport) -> list[str]:
             f"Unforeseen: {row.kind} over {'+'.join(row.axes)}, {format_bytes(row.wire_bytes)} "
             f"({row.share:.0%} of all): {row.op}{where}{specs}{f' ({row.note})' if row.note else ''}"
         )
-    return [*lines, *result.warnings, f"Compiled in {result.compile_s:.1f} s"]
+    return [*lines, *result.warnings]

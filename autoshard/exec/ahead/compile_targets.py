@@ -110,7 +110,7 @@ _PLACED = ".after_optimizations_after_buffer_assignment.txt"
 _ON_CHIP = 1
 """Number of the on-chip memory in dumps."""
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(?:, color (\d+))?, (.*)$", re.MULTILINE)
-"""One allocation in a dump of the buffer assignment: its bytes, the number of its memory (absent: HBM), and its uses."""
+"""One allocation in a dump of the buffer assignment: its bytes, the number of its memory (absent: HBM) and its uses."""
 _ARENA = 16384
 """Bytes to which libtpu rounds the arena of temporaries up.
 

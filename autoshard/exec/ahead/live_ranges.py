@@ -126,8 +126,8 @@ def device_peak(compiled: Compiled, at_peak: Mapping[str, int]) -> int | None:
 
     The result is the sum of `at_peak`, and at most what is reserved. Without live ranges it is the compiler's own
     `peak`, which is the arguments plus the fullest of its memories. Arguments on the host are subtracted from it. It is
-    the peak of another memory if it exceeds what is reserved, or if it is that of stacks which a loop offloads. What is
-    reserved decides then, as without machine code, where there is no `peak`.
+    the peak of another memory if it exceeds what is reserved, or if it is that of stacks which a loop offloads. The
+    reserved bytes decide then, as without machine code, where there is no `peak`.
     """
     memory, on_host, reserved = compiled.memory, host_arguments(compiled), reserved_bytes(compiled)
     if at_peak:

@@ -167,7 +167,8 @@ def _predicted(prediction: Prediction | None) -> list[str]:
 def _compiled(figures: dict[str, Any] | None) -> list[str]:
     """Return estimated step, reserved memory and verdict of a compiled row as text; dashes if it is not compiled.
 
-    The memory is what the program needs if it does not fit. `remat` means that it fits only with the compiler's own rematerialisation.
+    The memory is what the program needs if it does not fit. `remat` means that it fits only with the compiler's own
+    rematerialisation.
     """
     if figures is None:
         return ["-"] * 3
