@@ -102,7 +102,11 @@ def _verdict(plan: Plan, compiled: CompileReport | None) -> RenderableType:
     verdict.append(of, style="not bold default")
     if plan.memory_limit_bytes:
         verdict.append(f" ({used / plan.memory_limit_bytes:.0%})", style="not bold default")
+    if compiled is None and plan.memory_within is not None:
+        verdict.append(f", within a factor {plan.memory_within:.1f}", style="not bold default")
     step = Text("STEP", style="bold").append(f": {format_seconds(prediction.step_time_s)}", style="not bold")
+    if plan.time_within is not None:
+        step.append(f" within a factor {plan.time_within:.1f}", style="not bold")
     if plan.tokens_per_s is not None:
         rate, share = format_count(plan.tokens_per_s), format_count(plan.tokens_per_s / devices)
         step.append(f", {rate} tokens/s ({share} a device)", style="not bold")
