@@ -89,6 +89,7 @@ READERS = {
     "plan step.py --topology cpu:8 --pin-from FILE": None,
     "report plan.json -o page.html --measured FILE": None,
     "report plan.json --perfetto trace.json --compiled FILE": None,
+    "report plan.json -o page.html --compiled FILE": None,
     "report plan.json --perfetto trace.json --profile FILE": None,
     "solve FILE": None,
     "validate --pairs FILE": None,

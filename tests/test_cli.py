@@ -37,7 +37,9 @@ FLAGS = {
     "compile": {"--debug", "--force", "--hlo", "--json", "--plan", "--quick", "--quiet", "--time-limit"} | PROGRAM,
     "diff": {"--debug", "--json", "--quiet"},
     "doctor": {"--debug", "--json", "--quiet"},
-    "plan": {"--candidates", "--debug", "--for", "--json", "--no-cache", "--out", "--quiet"} | PROGRAM | PLANNING,
+    "plan": {"--candidates", "--compile", "--debug", "--for", "--json", "--no-cache", "--out", "--quiet"}
+    | PROGRAM
+    | PLANNING,
     "degrees": {
         *("--batch", "--debug", "--force", "--framework", "--json", "--out", "--quiet", "--seq", "--topology"),
     },

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import ANY
 
 import jax
 import pytest
@@ -15,6 +16,7 @@ import autoshard
 from autoshard import UserError, cli
 from autoshard.cli.inputs import start_devices
 from autoshard.cost import Topology
+from autoshard.exec.ahead.compile_targets import Compiled
 from autoshard.validation.published_runs import read_rows
 from tests.command import run
 
@@ -241,6 +243,53 @@ def test_a_plan_that_cannot_be_judged_is_dropped_and_the_others_go_on(
     assert all(plans[name]["compiled"] for name in plans if name != "plan")
 
 
+HLO = """HloModule jit_step, is_scheduled=true, num_partitions=4
+
+ENTRY %main (p: f32[64,64]) -> f32[64,64] {
+  %p = f32[64,64]{1,0:T(8,128)} parameter(0)
+  ROOT %r = f32[64,64]{1,0:T(8,128)} copy(%p)
+}
+"""
+PLACED = Compiled(HLO, {"arguments": 2**20, "temporaries": 2**20, "peak": 3 * 2**19}, 1.5, None, None, "")
+TOO_LARGE = Compiled("", {}, 0.5, 60 * 2**30, 16 * 2**30, "")
+
+
+@pytest.mark.parametrize(("found", "code"), [(PLACED, 0), (TOO_LARGE, 1), (UserError("it died"), 2)])
+def test_the_verdict_of_a_plan_is_its_compilers(
+    found: Compiled | UserError, code: int, folder: Path, here: Here, monkeypatch: pytest.MonkeyPatch
+):
+    """Plan with the verdict of a compiler that is the test's; the same program is compiled that was planned."""
+
+    def compile_(program, plan, time_limit, quick):
+        assert quick and program.fingerprint == plan.program_fingerprint
+        if isinstance(found, UserError):
+            raise found
+        return found
+
+    monkeypatch.setattr("autoshard.exec.ahead.compile_plans.compile_without_devices", compile_)
+    monkeypatch.setattr("autoshard.exec.compiler_target", lambda topology: None)
+    line = ("plan", "step.py", "--topology", "v5e:2x2", "--mesh", "data=4", "--compile", "--quiet")
+    shown, figures = here(*line, "--out", "c.json"), here(*line, "--json")
+    assert shown.returncode == figures.returncode == code
+    assert autoshard.load(folder / "c.json").topology == "v5e:2x2"
+    compiled = json.loads(figures.stdout).get("compiled")
+    if code == 2:
+        assert compiled is None and "FITS" in shown.stdout and shown.stderr.endswith("autoshard: it died\n")
+        return
+    first = shown.stdout.split("Plan\n")[0]
+    if code == 1:
+        assert "DOES NOT FIT: 60.00 GiB of 15.75 GiB a device" in first and compiled["verdict"] == "does not fit"
+        return
+    assert "FITS: 2.00 MiB of 15.75 GiB a device" in first
+    assert re.search(r"COMPILED in 1.5 s: memory predicted [\d.]+ .iB, peak 1.50 MiB, reserved 2.00 MiB\n", first)
+    assert re.search(r"  step [\d.]+ .?s \+- \d+% by the compiler's schedule\n", first)
+    assert compiled["peak_bytes"] == {"predicted": ANY, "compiled": 3 * 2**19, "reserved": 2**21}
+    (folder / "figures.json").write_text(figures.stdout)
+    here("report", "c.json", "--compiled", "figures.json", "-o", "r.html")
+    page = (folder / "r.html").read_text()
+    assert "Compiled: fits" in page and "memory that the program reserves" in page and "2.00 MiB" in page
+
+
 def test_validate_prints_every_row_and_its_difference(here: Here):
     questions = str(Path(autoshard.__file__).parent / "validation" / "questions.json")
     result = here("validate", "--json", "--data", questions)
@@ -333,7 +382,7 @@ def test_a_profile_stands_with_the_prediction(folder: Path, here: Here):
     ("line", "sentence"),
     [
         ("report plan.json --profile p.json.gz", "--profile is for the trace; name it with --perfetto trace.json."),
-        ("report plan.json --compiled c.json", "--compiled is for the trace; name it with --perfetto trace.json."),
+        ("report plan.json --compiled c.json", "--compiled is for the page or the trace; name one with"),
         ("measure step.py", "`autoshard measure` takes either --plan PLAN.json, or --topology to plan first."),
         ("measure step.py --plan plan.json --mesh data=8", "--mesh is for planning; plan.json is a plan already."),
         ("measure step.py --plan plan.json --time-limit 60", "--time-limit is for planning; plan.json is a plan"),
@@ -381,6 +430,11 @@ def test_a_profile_stands_with_the_prediction(folder: Path, here: Here):
         ("report plan.json --compare plan.json", "--compare is for the page; name it with --out report.html."),
         ("report plan.json -o r.html --measured plan.json", "plan.json has no `step_time_s`; give what"),
         ("compile step.py --plan plan.json", "cpu:8"),
+        ("plan step.py --entry fails --topology cpu:8 --compile", "only TPU and GPU topologies can be compiled for"),
+        (
+            "plan step.py --entry fails --topology v5e:2x4 --compile --for torch-pipelining",
+            "--compile is for one program; leave it out with a program for each stage.",
+        ),
         (
             "export plan.json --to jaxx",
             "there is no export to 'jaxx'; choose from jax, jax-export, explicit, flax, maxtext, keras, rules",

@@ -12,6 +12,7 @@ from autoshard.cli.inputs import (
     need_no_accelerator,
     open_program,
     plan_options,
+    read_compiled,
     read_json,
     stand_in_devices,
     start_devices,
@@ -23,6 +24,7 @@ from autoshard.errors import UserError
 
 if TYPE_CHECKING:
     from autoshard.base.ray_pool import RayPool
+    from autoshard.exec import CompileReport
     from autoshard.planning import Plan
     from autoshard.report import ProgressLine
 
@@ -80,15 +82,13 @@ def run_compile(arguments: argparse.Namespace, answer: TextIO) -> int:
     Return 1 if the program does not fit, else 0. Raises `UserError` as `compile_plan` does.
     """
     need_no_accelerator()
-    from autoshard.exec import Verdict, compile_figures, compile_lines, compile_plan
+    from autoshard.exec import Verdict, compile_figures, compile_lines
     from autoshard.planning import load_plan
     from autoshard.report import write_text
 
     plan = load_plan(arguments.plan)
     with show_progress(arguments) as progress:
-        program = open_program(arguments, progress, plan.topology, plan=plan)
-        progress(f"Compiling for {plan.topology}" + ("" if arguments.quick else " (minutes for a large model)"))
-        result = compile_plan(program, plan, time_limit=arguments.time_limit, quick=arguments.quick)
+        result = compile_here(arguments, progress, plan, quick=arguments.quick, time_limit=arguments.time_limit)
     if arguments.hlo is not None:
         write_text(arguments.hlo, result.hlo)
     if arguments.json:
@@ -96,6 +96,25 @@ def run_compile(arguments: argparse.Namespace, answer: TextIO) -> int:
     else:
         print("\n".join(compile_lines(result)), file=answer)
     return 1 if result.verdict is Verdict.DOES_NOT_FIT else 0
+
+
+def compile_here(
+    arguments: argparse.Namespace,
+    progress: "ProgressLine",
+    plan: "Plan",
+    *,
+    quick: bool,
+    time_limit: float = 600.0,
+) -> "CompileReport":
+    """Open the program of the plan again, compile it without devices, and return the report.
+
+    `quick` and `time_limit` are those of `compile_plan`. Raises `UserError` as `compile_plan` does.
+    """
+    from autoshard.exec import compile_plan
+
+    program = open_program(arguments, progress, plan.topology, plan=plan)
+    progress(f"Compiling for {plan.topology}" + ("" if quick else " (minutes for a large model)"))
+    return compile_plan(program, plan, time_limit=time_limit, quick=quick)
 
 
 def run_compare(arguments: argparse.Namespace, answer: TextIO) -> int:
@@ -293,14 +312,16 @@ def run_report(arguments: argparse.Namespace, answer: TextIO) -> int:
             raise UserError(f"--{flag} is for a sweep; {arguments.plan} was not saved by `autoshard sweep --out`.")
     plan = load_plan(arguments.plan)
     written: dict[str, str] = {}
+    if arguments.compiled and arguments.out is None and arguments.perfetto is None:
+        raise UserError(
+            "--compiled is for the page or the trace; name one with --out report.html or --perfetto trace.json."
+        )
+    compiled = read_compiled(arguments.compiled) if arguments.compiled else None
     if arguments.perfetto is not None:
-        compiled = read_json(arguments.compiled, "compile") if arguments.compiled else None
         profile = read_profile(arguments.profile) if arguments.profile else None
         written[str(arguments.perfetto)] = perfetto_json(plan, compiled, profile)
-    else:
-        for flag in ("compiled", "profile"):
-            if getattr(arguments, flag):
-                raise UserError(f"--{flag} is for the trace; name it with --perfetto trace.json.")
+    elif arguments.profile:
+        raise UserError("--profile is for the trace; name it with --perfetto trace.json.")
     if arguments.out is None:
         for flag in ("compare", "measured"):
             if getattr(arguments, flag):
@@ -308,7 +329,7 @@ def run_report(arguments: argparse.Namespace, answer: TextIO) -> int:
     else:
         compare = load_plan(arguments.compare) if arguments.compare else None
         measured = read_json(arguments.measured, "measure") if arguments.measured else None
-        written[str(arguments.out)] = html_report(plan, compare=compare, measured=measured)
+        written[str(arguments.out)] = html_report(plan, compare=compare, compiled=compiled, measured=measured)
     for path, text in written.items():
         write_text(Path(path), text)
     if arguments.json:

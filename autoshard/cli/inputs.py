@@ -310,3 +310,16 @@ def read_json(path: Path, command: str) -> dict[str, Any]:
     if not isinstance(value, dict) or "step_time_s" not in value:
         raise UserError(f"{path} has no `step_time_s`; give what `autoshard {command} --json` printed.")
     return value
+
+
+def read_compiled(path: Path) -> dict[str, Any]:
+    """Return the object of `autoshard compile --json` in a file, which may also be under `compiled` in the output of
+    `autoshard plan --compile --json`.
+
+    Raises `UserError` as `read_json` does, and for the figures of a plan that was not compiled.
+    """
+    value = read_json(path, "compile")
+    value = value["compiled"] if isinstance(value.get("compiled"), dict) else value
+    if not isinstance(value["step_time_s"], dict):
+        raise UserError(f"{path} has no compiled program; give what `autoshard compile --json` printed.")
+    return value

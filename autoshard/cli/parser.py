@@ -119,6 +119,11 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FORM",
         help="only what this form of export can hold: dtensor, flax ...",
     )
+    plan.add_argument(
+        "--compile",
+        action="store_true",
+        help="give the plan to the real compiler of its TPUs or GPUs: its memory is the verdict, exit code 1 past it",
+    )
     add_cache(plan)
 
     measure = _command(

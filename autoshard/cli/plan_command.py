@@ -6,13 +6,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from autoshard.cli.commands import compile_here
 from autoshard.cli.inputs import PROGRAM_OPTIONS, need_no_accelerator, open_program, out_files, plan_options
 from autoshard.cli.outputs import print_json, print_rich, show_progress
 from autoshard.cli.session import start_helpers
+from autoshard.errors import UserError
 
 
 if TYPE_CHECKING:
     from autoshard.base.workers import WorkerCrew
+    from autoshard.exec import CompileReport
     from autoshard.planning import Plan, PlanResult
     from autoshard.program import Program
     from autoshard.report import ProgressLine
@@ -20,11 +23,19 @@ if TYPE_CHECKING:
 
 def run_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
     # Planning uses no accelerator. Without this call JAX would search for one and wait for it.
-    """Run `autoshard plan`: print the plan and the next command, and save it and its candidates to `--out`; return 0.
+    """Run `autoshard plan`: print the plan and the next command, and save it and its candidates to `--out`.
 
-    Raises `UserError` for options that no program satisfies, and if no plan fits.
+    With `--compile` the plan is compiled, and printed with the compiler's figures. Return 1 if the compiled program
+    does not fit, else 0.
+
+    Raises `UserError` for options that no program satisfies, if no plan fits, and with `--compile` as `compile_plan`
+    does. A missing compiler is refused before planning. If the compiler fails, the plan is printed first.
     """
     need_no_accelerator()
+    if arguments.compile:
+        _check_compilable(arguments)
+    compiled: CompileReport | None = None
+    failed: UserError | None = None
     with start_helpers() as crew, show_progress(arguments) as progress:
         began = time.perf_counter()
         result, traced = _planned(arguments, progress, crew)
@@ -34,27 +45,49 @@ def run_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
         written = out_files(arguments.out, len(result.candidates))
         for each, path in zip(result.candidates, written, strict=False):
             save_plan(each.plan, path)
-    wall_s = {"trace": traced, **result.wall_s, "total": time.perf_counter() - began}
+        wall_s = {"trace": traced, **result.wall_s, "total": time.perf_counter() - began}
+        if arguments.compile:
+            # The plan's own source has the options that the planner chose.
+            as_planned = argparse.Namespace(**{**vars(arguments), **dict.fromkeys(PROGRAM_OPTIONS)})
+            try:
+                compiled = compile_here(as_planned, progress, result.plan, quick=True)
+            except UserError as error:
+                failed = error
+    from autoshard.exec import Verdict, compile_figures
     from autoshard.report import candidate_figures, candidates_report, plan_figures, terminal_report
 
     if arguments.json:
-        more = {"candidates": candidate_figures(offered)} if offered else {}
+        more: dict[str, Any] = {"candidates": candidate_figures(offered)} if offered else {}
+        more |= {"compiled": compile_figures(compiled)} if compiled is not None else {}
         print_json(plan_figures(result.plan, wall_s) | more, answer)
     else:
-        print_rich(terminal_report(result.plan, wall_s), answer)
+        print_rich(terminal_report(result.plan, wall_s, compiled), answer)
         if offered:
             print_rich(candidates_report(offered), answer)
         for number, path in enumerate(written):
             print(f"{f'Candidate {number + 1}' if number else 'Plan'} written to {path}", file=answer)
         print(f"Next: {_next_command(arguments, result.plan, written)}", file=answer)
-    return 0
+    if failed is not None:
+        raise failed
+    return 1 if compiled is not None and compiled.verdict is Verdict.DOES_NOT_FIT else 0
+
+
+def _check_compilable(arguments: argparse.Namespace) -> None:
+    """Raise `UserError` for a topology without a compiler here, and for a program for each stage."""
+    from autoshard.cost import Topology
+    from autoshard.exec import compiler_target
+    from autoshard.planning.stages.stage_programs import is_by_stage
+
+    compiler_target(Topology.parse(arguments.topology))
+    if is_by_stage({name: getattr(arguments, name) for name in PROGRAM_OPTIONS}, arguments.form):
+        raise UserError("--compile is for one program; leave it out with a program for each stage.")
 
 
 def _next_command(arguments: argparse.Namespace, plan: "Plan", written: Sequence[Path]) -> str:
     """Return the command that a user is most likely to need after a plan, ready to paste.
 
-    It is an export for a plan by stages, `measure` on a CPU, else `compile`. If nothing was written, it is the hint to
-    write the plan.
+    It is an export for a plan by stages, `measure` on a CPU, the page of a compiled plan, else `compile`. If nothing
+    was written, it is the hint to write the plan.
     """
     from autoshard.cost import Topology
 
@@ -64,6 +97,8 @@ def _next_command(arguments: argparse.Namespace, plan: "Plan", written: Sequence
         return f"autoshard export {written[0]} --to {plan.origin.form}"
     if Topology.parse(plan.topology).traits.judge == "measure":
         return f"autoshard measure {arguments.program} --plan {written[0]} --check"
+    if arguments.compile:
+        return f"autoshard report {written[0]} -o report.html"
     return f"autoshard compile {arguments.program} --plan {written[0]}"
 
 

@@ -1,11 +1,13 @@
 """Application, execution, ahead-of-time compilation, measurement and refinement of plans."""
 
 from autoshard.base.providers import provides
+from autoshard.exec.ahead.ahead_process import compiler_target as compiler_target
 from autoshard.exec.ahead.compile_plans import CompileReport as CompileReport
 from autoshard.exec.ahead.compile_plans import Unforeseen as Unforeseen
 from autoshard.exec.ahead.compile_plans import Verdict as Verdict
 from autoshard.exec.ahead.compile_plans import compile_figures as compile_figures
 from autoshard.exec.ahead.compile_plans import compile_lines as compile_lines
+from autoshard.exec.ahead.compile_plans import compile_notes as compile_notes
 from autoshard.exec.ahead.compile_plans import compile_plan as compile_plan
 from autoshard.exec.ahead.compile_plans import compile_plans as compile_plans
 from autoshard.exec.apply.exported_step import jax_export as jax_export

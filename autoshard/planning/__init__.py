@@ -75,6 +75,7 @@ from autoshard.planning.record.plan_parts import Region as Region
 from autoshard.planning.record.plan_parts import Span as Span
 from autoshard.planning.record.plan_parts import Timeline as Timeline
 from autoshard.planning.record.plan_parts import Unruled as Unruled
+from autoshard.planning.record.plan_parts import Unsure as Unsure
 from autoshard.planning.record.plan_record import SCHEMA as SCHEMA
 from autoshard.planning.record.plan_record import Plan as Plan
 from autoshard.planning.record.planned_stages import PlannedChunk as PlannedChunk

@@ -34,6 +34,7 @@ def plan_figures(plan: Plan, wall_s: Mapping[str, float] | None = None) -> dict[
         "meshes": [dataclasses.asdict(each) for each in plan.meshes],
         "warnings": list(plan.warnings),
         "unruled": [dataclasses.asdict(each) for each in plan.unruled],
+        "unsure": [dataclasses.asdict(each) for each in plan.unsure],
     }
     if wall_s is not None:
         figures["wall_s"] = {phase: round(seconds, 4) for phase, seconds in wall_s.items()}

@@ -1,21 +1,24 @@
 """Ordinary training steps, predicted against the TPU and GPU compilers, and their plans against simple ones.
 
-    python experiments/fidelity/ordinary.py [--seeds 0-39] [--topologies v5e:2x4 ...] [--against] [--again]
+    python experiments/fidelity/ordinary.py [--seeds 0-39] [--topologies v5e:2x4 ...] [--against] [--again] [--write]
 
 Programs are those of `lib/programs/ordinary_programs.py`. A row is one seed on one topology and mesh; it takes two to
 thirty seconds. Memory is compared with what the compiled program reserves, time with the compiler's schedule.
-`--against` compiles data parallelism, ZeRO-1 and FSDP (by pins) too.
+`--against` compiles data parallelism, ZeRO-1 and FSDP (by pins) too. `--write` stores the errors by class of ops in
+`autoshard/planning/explain/prediction_errors.json`, from all rows of the table; plans state them.
 """
 
 import collections
 import functools
+import json
 import statistics
 import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from experiments.lib.harness import Experiment, Rows, grid, own_parser, page
+from experiments.lib.harness import ROOT, Experiment, Rows, grid, own_parser, page
 from experiments.lib.programs.ordinary_programs import kind_of, ordinary
+from experiments.lib.saved_results import Results
 
 
 if TYPE_CHECKING:
@@ -29,6 +32,8 @@ MESHES = {
     "h100:8": ("d=8", "a=2,b=4"),
 }
 """Topologies, each of eight devices, with the meshes that seeds take in turn."""
+ERRORS = ROOT / "autoshard" / "planning" / "explain" / "prediction_errors.json"
+"""File of the errors by class of ops, which the package reads."""
 SIMPLE = {"dp": (), "zero1": ("optimizer_state",), "fsdp": ("parameter", "optimizer_state")}
 """Simple plans: the roles of arguments that each splits, besides the batch."""
 
@@ -91,8 +96,50 @@ def _figures(program: "Program", topology: str, mesh: Mapping[str, int], pins: M
             "exposed": timed.get("exposed_comm_s"),
             "by_kind": timed.get("by_kind"),
         },
+        "classes": _class_shares(program, plan),
         "specs": {argument: str(spec) for argument, spec in plan.arguments.items()},
     }
+
+
+def _class_shares(program: "Program", plan: "Plan") -> dict[str, tuple[float, float]]:
+    """Return the shares of time and memory of each class of ops whose errors plans state."""
+    from autoshard.planning.explain.prediction_errors import class_shares
+    from autoshard.planning.price.step_ledger import itemise
+
+    priced = plan.graph(program).priced
+    return class_shares(itemise(priced.model, priced.choices), priced.prices, plan.prediction.step_time_s)
+
+
+def class_errors(known: Rows) -> dict[str, Any]:
+    """Return the content of `ERRORS`: by compiler and class of ops the factors within which nine of ten rows are.
+
+    A row belongs to each class whose errors count for it, as plans decide it.
+    """
+    from autoshard.planning.explain.prediction_errors import counts
+
+    found: dict[str, dict[str, list[tuple[float, float]]]] = collections.defaultdict(
+        lambda: collections.defaultdict(list)
+    )
+    for name, row in known.items():
+        compiler = "GPU" if "h100" in name.split()[1] else "TPU"
+        for ops, shares in row.get("classes", {}).items():
+            if counts(*shares):
+                found[compiler][ops].append((_ratio(row["seconds"]), _ratio(row["memory"])))
+    errors = {
+        compiler: {
+            ops: {"programs": len(ratios)}
+            | {what: _factor(each) for what, each in zip(("time", "memory"), zip(*ratios, strict=True), strict=True)}
+            for ops, ratios in sorted(classes.items())
+        }
+        for compiler, classes in sorted(found.items())
+    }
+    return {"source": "experiments/results/ordinary.json", "errors": errors}
+
+
+def _factor(ratios: Iterable[float]) -> float:
+    """Return the factor within which nine of ten ratios are of 1, rounded up to two digits after the point."""
+    factors = sorted(max(ratio, 1 / ratio) for ratio in ratios)
+    return -(-factors[int(0.9 * (len(factors) - 1) + 0.5)] * 100 // 1) / 100
 
 
 def _pins(program: "Program", kind: str, axes: tuple[str, ...], split: Iterable[str]) -> dict[str, Any]:
@@ -197,13 +244,18 @@ def main() -> int:
     parser.add_argument("--seeds", metavar="FIRST-LAST", help="seeds to run (default: 0-39)")
     parser.add_argument("--topologies", nargs="+", choices=MESHES, default=list(MESHES))
     parser.add_argument("--against", action="store_true", help="compile simple plans too")
+    parser.add_argument("--write", action="store_true", help="store the errors by class of ops for the package")
     given = parser.parse_args()
     first, _, last = (given.seeds or "0-39").partition("-")
     seeds = range(int(first), int(last or first) + 1)
     names = [name_of(seed, topology) for topology in given.topologies for seed in seeds]
-    return Experiment(
+    code = Experiment(
         script=__file__, names=names, work=functools.partial(judge, against=given.against), table=table
     ).run(given)
+    if given.write:
+        known = Results(given.out / "ordinary.json").rows
+        ERRORS.write_text(json.dumps(class_errors(known), indent=1) + "\n")
+    return code
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ def compiled(seconds: float, vector: float = 0.0) -> dict[str, Any]:
     return {
         "step_time_s": {"predicted": 1.0, "estimated": seconds, "error": estimator_error().within},
         "time": {"by_kind": {"matmul": seconds, "vector": vector}},
-        "peak_bytes": {"compiled": 1 << 30},
+        "peak_bytes": {"compiled": 1 << 30, "reserved": 3 << 29},
         "verdict": "fits",
     }
 
@@ -39,6 +39,7 @@ def test_what_differs_by_less_than_the_error_is_undecided(plan: Plan) -> None:
     error = f"{estimator_error().pairs:.0%}"
     said = f"undecided among fsdp*, plan: the ratio of two estimates from schedules may be {error} wrong"
     assert said in shown(plan, rows)
+    assert "reserved" in shown(plan, rows) and "1.50 GiB" in shown(plan, rows)
 
 
 def test_time_that_was_never_measured_widens_the_error_by_what_two_plans_do_not_share(plan: Plan) -> None:

@@ -82,7 +82,7 @@ def compile_job(program: Program, plan: Plan, time_limit: float, quick: bool) ->
 
     Raises `UserError` if no compiler is installed for the topology.
     """
-    target = _target(Topology.parse(plan.topology))
+    target = compiler_target(Topology.parse(plan.topology))
     aliases = sorted(donated_aliases(program, plan).items())
     job = {"platform": target.platform, "topology": target.name, "options": target.options, "aliases": aliases}
     files = {
@@ -104,7 +104,7 @@ def run_job(job: CompileJob) -> Compiled:
         began = time.monotonic()
         result, log = _run(job, directory)
         if result is None and (stem := placed(directory)):
-            return read_placed(directory, stem, job.argument_bytes, time.monotonic() - began, log)
+            return read_placed(directory, stem, time.monotonic() - began, log)
         return _read_result(directory, result or {}, log, job.target, job.argument_bytes)
 
 
@@ -116,7 +116,7 @@ def try_job(job: CompileJob) -> Compiled | UserError:
         return UserError(str(error))
 
 
-def _target(topology: Topology) -> Target:
+def compiler_target(topology: Topology) -> Target:
     """Return the compiler of a topology: libtpu for TPUs, JAX's CUDA plugin for GPUs.
 
     Raises `UserError` if none exists, as for CPUs, or if it is not installed.

@@ -47,14 +47,14 @@ class CompileReport:
     fit. None if the compiler reported no figure.
     """
     reserved_compiled: int | None
-    """Bytes of a device's memory that the compiled program reserves from its start to its end: arguments, results that
-    share no memory with an argument, and the compiler's arena. None if the program does not fit.
+    """Bytes of a device's memory that the compiled program reserves from its start to its end. These are arguments,
+    results that share no memory with an argument, and the compiler's arena. None if the program does not fit.
     """
     memory_predicted: dict[str, int]
     """Predicted bytes of each kind at the peak, as `Prediction.memory` names the kinds."""
     memory_compiled: dict[str, int]
-    """Bytes of `arguments`, `temporaries` and `host` (in the host's memory). With machine code also `results`,
-    `donated` and `peak`, without it also `on_chip`.
+    """Bytes of `arguments`, `results`, `donated`, `temporaries` and `host` (in the host's memory). With machine code
+    also `peak`, without it also `on_chip`.
     """
     host_predicted: int
     """Predicted bytes of the host's memory that the program uses for one device."""
@@ -318,6 +318,8 @@ def compile_lines(result: CompileReport) -> list[str]:
         )
     compiled = "not said" if result.peak_compiled is None else format_bytes(result.peak_compiled)
     lines.append(f"Peak memory of a device: predicted {format_bytes(result.peak_predicted)}, compiled {compiled}")
+    if result.reserved_compiled is not None:
+        lines[-1] += f"; the program reserves {format_bytes(result.reserved_compiled)}"
     for kind in sorted({*result.memory_predicted, *result.memory_at_peak} if result.memory_at_peak else ()):
         lines.append(
             f"  {kind.replace('_', ' ')}: predicted {format_bytes(result.memory_predicted.get(kind, 0))}, "
@@ -357,6 +359,12 @@ def compile_lines(result: CompileReport) -> list[str]:
             f"  {collective.count} x {collective.kind} over {'+'.join(collective.axes)}: "
             f"{format_bytes(collective.wire_bytes)} ({', '.join(filter(None, flags))})"
         )
+    return [*lines, *compile_notes(result), f"Compiled in {result.compile_s:.1f} s"]
+
+
+def compile_notes(result: CompileReport) -> list[str]:
+    """Return the lines of the printed report on unforeseen collectives, then the warnings; empty without any."""
+    lines = []
     for row in result.unforeseen:
         where = f" at {row.line}" if row.line else ""
         specs = f", {row.before} -> {row.after}" if row.after else ""
@@ -364,4 +372,4 @@ def compile_lines(result: CompileReport) -> list[str]:
             f"Unforeseen: {row.kind} over {'+'.join(row.axes)}, {format_bytes(row.wire_bytes)} "
             f"({row.share:.0%} of all): {row.op}{where}{specs}{f' ({row.note})' if row.note else ''}"
         )
-    return [*lines, *result.warnings, f"Compiled in {result.compile_s:.1f} s"]
+    return [*lines, *result.warnings]

@@ -88,8 +88,8 @@ class Compiled:
     text: str
     """Scheduled HLO; empty if the program does not fit."""
     memory: dict[str, int]
-    """Bytes of one device: `arguments`, `temporaries` and `host` (in its host's memory); empty if the program does not
-    fit. With machine code also `results`, `donated` and `peak`, without it also `on_chip`.
+    """Bytes of one device: `arguments`, `results`, `donated`, `temporaries` and `host` (in its host's memory); empty if
+    the program does not fit. With machine code also `peak`, without it also `on_chip`.
     """
     compile_s: float
     """Seconds that the compilation lasted."""
@@ -109,8 +109,13 @@ _PLACED = ".after_optimizations_after_buffer_assignment.txt"
 """End of the name of the dump that libtpu writes once the program fits; the name begins with the module's."""
 _ON_CHIP = 1
 """Number of the on-chip memory in dumps."""
-_SPACE = re.compile(r"Memory Space: \w+ \(color=(\d+)\)\s+Total bytes: (\d+)")
-"""Total of one memory in a usage report."""
+_ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(?:, color (\d+))?, (.*)$", re.MULTILINE)
+"""One allocation in a dump of the buffer assignment: its bytes, the number of its memory (absent: HBM) and its uses."""
+_ARENA = 16384
+"""Bytes to which libtpu rounds the arena of temporaries up.
+
+In each of five compiled programs on v5e, `memory_analysis` states the arena of the dump rounded up to this multiple.
+"""
 
 
 def placed(directory: Path) -> str | None:
@@ -127,30 +132,45 @@ def placed(directory: Path) -> str | None:
     return None
 
 
-def read_placed(directory: Path, stem: str, argument_bytes: int, compile_s: float, log: str) -> Compiled:
+def read_placed(directory: Path, stem: str, compile_s: float, log: str) -> Compiled:
     """Read the scheduled program and its memory from the dumps of a compiler that wrote no machine code.
 
-    The dumps are in `directory/dump`. The memory has `arguments`, `temporaries`, `on_chip` and `host`, but no
-    `results`, `donated` and `peak`. Temporaries are the HBM total of the usage report less the arguments, at least 0. A
-    memory that the report lacks has 0 bytes, and a missing live-range report gives an empty `live`.
+    The dumps are in `directory/dump`. The memory has the parts of a whole compilation with equal bytes, except `peak`,
+    and also `on_chip`. A missing live-range report gives an empty `live`.
 
     - `stem`: prefix of the dumps' names (`placed`).
-    - `argument_bytes`: bytes of the arguments on one device.
     - `compile_s`: seconds of the compilation.
     - `log`: text that the compiler wrote to stderr.
 
-    Raises `OSError` if the text or the usage report is missing.
+    Raises `OSError` if the text or the buffer assignment is missing.
     """
     dump = directory / "dump"
     text = (dump / f"{stem}.after_optimizations.txt").read_text()
-    usage = (dump / f"{stem}.after_optimizations-memory-usage-report.txt").read_text()
+    assignment = (dump / f"{stem}.after_optimizations-buffer-assignment.txt").read_text()
     live = dump / f"{stem}.after_optimizations-live-range.txt"
-    spaces = {int(color): int(size) for color, size in _SPACE.findall(usage)}
-    memory = {
-        "arguments": argument_bytes,
-        "temporaries": max(0, spaces.get(0, 0) - argument_bytes),
-        "on_chip": spaces.get(_ON_CHIP, 0),
-        "host": spaces.get(HOST_SPACE, 0),
-    }
     ranges = live.read_text() if live.exists() else ""
-    return Compiled(text, memory, compile_s, None, None, log, ranges, coded=False)
+    return Compiled(text, _assigned(assignment), compile_s, None, None, log, ranges, coded=False)
+
+
+def _assigned(assignment: str) -> dict[str, int]:
+    """Return the bytes of one device by part of memory from a dump of the buffer assignment.
+
+    An argument that is live at the end is donated, and a result has its memory. Constants and the scratch of single
+    instructions belong to no part, as in a whole compilation.
+    """
+    memory = dict.fromkeys(("arguments", "results", "temporaries", "donated", "on_chip", "host"), 0)
+    for size_text, color, uses in _ALLOCATION.findall(assignment):
+        size, space, left = int(size_text), int(color or 0), "maybe-live-out" in uses
+        if space == HOST_SPACE:
+            memory["host"] += size
+        elif space == _ON_CHIP:
+            memory["on_chip"] += size
+        elif space == 0 and " parameter " in uses:
+            memory["arguments"] += size
+            memory["donated"] += left * size
+            memory["results"] += left * size
+        elif space == 0 and left:
+            memory["results"] += size
+        elif space == 0 and "preallocated-temp" in uses:
+            memory["temporaries"] += -(-size // _ARENA) * _ARENA
+    return memory

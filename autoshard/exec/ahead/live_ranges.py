@@ -124,19 +124,20 @@ def device_peak(compiled: Compiled, at_peak: Mapping[str, int]) -> int | None:
 
     - `at_peak`: bytes of each kind by live ranges (`memory_at_peak`).
 
-    The compiler's `peak` is the arguments plus the fullest of its memories; arguments on the host are subtracted here.
-    The fullest memory is the on-chip memory in small programs, so the result is at most what is reserved. If it is the
-    host's, because a loop offloads large stacks, the result is the live bytes. So it is without machine code, where
-    there is no `peak`. Live bytes are the sum of `at_peak`, or the reserved bytes if it is empty.
+    The result is the sum of `at_peak`, and at most what is reserved. Without live ranges it is the compiler's own
+    `peak`, which is the arguments plus the fullest of its memories. Arguments on the host are subtracted from it. It is
+    the peak of another memory if it exceeds what is reserved, or if it is that of stacks which a loop offloads. The
+    reserved bytes decide then, as without machine code, where there is no `peak`.
     """
     memory, on_host, reserved = compiled.memory, host_arguments(compiled), reserved_bytes(compiled)
-    live = min(sum(at_peak.values()) or reserved, reserved)
+    if at_peak:
+        return min(sum(at_peak.values()), reserved) or None
     if "peak" not in memory:
-        return live or None
+        return reserved or None
     stated, stacks = memory["peak"] - on_host, memory.get("host", 0) - on_host
     # The stated peak is just the arguments and the offloaded stacks: it is the peak of the host's memory.
     if stacks > 0 and stated <= (memory["arguments"] + stacks) * _ALIGNED:
-        return live
+        return reserved or None
     return max(0, min(stated, reserved)) or None
 
 

@@ -14,16 +14,19 @@ from autoshard.base.units import format_bytes, format_seconds
 from autoshard.cost import FRACTION, Mesh, Topology, fraction_for
 from autoshard.planning.explain.module_uses import activations, parameter_uses
 from autoshard.planning.explain.plan_pins import make_calls, make_pins, make_regions
+from autoshard.planning.explain.prediction_errors import find_unsure, unsure_lines
 from autoshard.planning.mesh.portfolio import Contender
 from autoshard.planning.price.device_memory import tight_seconds
 from autoshard.planning.price.evaluate import Outcome, argument_bytes_on_host, tensor_spec
-from autoshard.planning.price.op_prices import planned_ops
+from autoshard.planning.price.op_prices import planned_ops, price_ops
 from autoshard.planning.price.prediction import predict
 from autoshard.planning.price.replicated_work import (
+    UnknownCall,
     call_lines,
     find_unruled,
     replicated_work_lines,
     shares_of,
+    unknown_calls,
     unruled_lines,
 )
 from autoshard.planning.price.step_ledger import Ledger, itemise
@@ -75,7 +78,8 @@ class Writer:
         model, choices, step_s = each.model(), each.choices, each.outcome.step_time_s
         program, graph = self.program, model.graph
         ledger = itemise(model, choices)
-        unruled = find_unruled(ledger, step_s)
+        prices = price_ops(ledger)
+        unruled, unsure = find_unruled(ledger, step_s), find_unsure(ledger, prices, step_s)
         arguments = {
             a.name: tensor_spec(model, choices, t).of_rank(len(a.shape))
             for a, t in zip(program.arguments, graph.arguments, strict=True)
@@ -103,7 +107,11 @@ class Writer:
             plan_gap=max(0.0, 1.0 - each.bound_s / step_s) if step_s > 0 else 0.0,
             words=describe(model, self.groups, choices),
             axis_roles=axis_roles(model, self.groups, choices),
-            warnings=(*self._warnings(ledger, each, unruled, arguments), *self.notes),
+            warnings=(
+                *unsure_lines(unsure, int(each.outcome.peak_bytes), self.memory_limit),
+                *self._warnings(ledger, each, unruled, unknown_calls(ledger, prices), arguments),
+                *self.notes,
+            ),
             provenance=_provenance(model, self.seed, origin),
             shapes={a.name: tuple(a.shape) for a in program.arguments},
             dtypes={a.name: a.dtype for a in program.arguments},
@@ -113,10 +121,11 @@ class Writer:
             pipeline=pipeline_of_ticks(program, graph, timeline),
             calls=make_calls(model, choices),
             unruled=unruled,
+            unsure=unsure,
             choices=" ".join(str(int(c)) for c in choices),
             meshes=meshes,
             host=_on_host(model),
-            ops=planned_ops(ledger),
+            ops=planned_ops(ledger, prices),
             uses=parameter_uses(model, choices),
             activations=activations(model, choices),
         )
@@ -132,22 +141,28 @@ class Writer:
         return specs
 
     def _warnings(
-        self, ledger: Ledger, each: Contender, unruled: tuple[Unruled, ...], arguments: Mapping[str, Spec]
+        self,
+        ledger: Ledger,
+        each: Contender,
+        unruled: tuple[Unruled, ...],
+        unknown: Mapping[str, UnknownCall],
+        arguments: Mapping[str, Spec],
     ) -> tuple[str, ...]:
         """Return the warnings of a plan, each once, those of the program first.
 
         - `ledger`: items of the plan's step.
         - `each`: the plan's choice.
         - `unruled`: ops without a sharding rule.
+        - `unknown`: calls of unknown work.
         - `arguments`: planned specs of the arguments.
 
         The warning about state on the hosts is left out if the compiler flags already set the limit that it asks for.
         """
         model, choices, outcome = ledger.model, ledger.choices, each.outcome
         program, graph = self.program, model.graph
-        lines = [*program.notes, *_batch_warning(program, model.mesh), *unruled_lines(unruled)]
+        lines = [*program.notes, *_batch_warning(program, model.mesh), *unruled_lines(unruled, unknown)]
         lines.extend(replicated_work_lines(ledger, self.groups, outcome.step_time_s))
-        lines.extend(call_lines(model))
+        lines.extend(call_lines(model, unknown))
         for loop in graph.loops:
             if not loop.known:
                 lines.append("a loop's number of trips cannot be read from the program: it is counted once.")

@@ -204,14 +204,13 @@ SHORTEST = 1e-5
 """Least share of the step for an op to have its own row; all other ops share one row."""
 
 
-def planned_ops(ledger: Ledger) -> tuple[PlannedOp, ...]:
-    """Return the rows of a step's ops, longest first.
+def planned_ops(ledger: Ledger, prices: OpPrices) -> tuple[PlannedOp, ...]:
+    """Return the rows of a step's ops, longest first; `prices` are those of the ledger (`price_ops`).
 
     Ops that differ only in the number of their layer share a row. The last row sums all ops beyond `MOST_ROWS` or below
     `SHORTEST`, and has no name, kind, line or parameter. Compute, host traffic and communication of all rows add up to
     the totals of `evaluate` for the same choices.
     """
-    prices = price_ops(ledger)
     row_of: dict[tuple[str, ...], PlannedOp] = {}
     for each in _places(ledger.model, prices):
         key = _sort_key(each)

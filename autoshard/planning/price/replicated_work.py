@@ -1,17 +1,19 @@
-"""Work that several devices repeat, the sharded share of each dim group, and ops without a sharding rule."""
+"""Work that several devices repeat, the sharded share of each dim group, and ops without a rule or of unknown work."""
 
 import dataclasses
 import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.base.units import format_bytes
 from autoshard.graph import SMALL, Op
 from autoshard.planning.price.evaluate import tensor_spec
+from autoshard.planning.price.op_prices import OpPrices
 from autoshard.planning.price.step_ledger import Ledger
 from autoshard.planning.record.plan_parts import Unruled
 from autoshard.planning.record.spec import axis_words
@@ -210,34 +212,80 @@ def _is_small(target: str) -> bool:
     return any(part in target for part in SMALL)
 
 
-def unruled_lines(unruled: tuple[Unruled, ...]) -> list[str]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class UnknownCall:
+    """Assumptions for the calls of one target, whose work neither the program nor a rule states."""
+
+    ruled: bool
+    """True if a sharding rule is known."""
+    axes: tuple[str, ...]
+    """Mesh axes that split the calls; without a rule every device repeats them whole."""
+    moved_bytes: float
+    """Bytes of memory traffic of one device in a step, as which the calls count; they count as no FLOPs."""
+    kernel: bool
+    """True for a Pallas kernel, of which the traffic of its blocks is known and no matmul was found."""
+
+
+def unknown_calls(ledger: Ledger, prices: OpPrices) -> dict[str, UnknownCall]:
+    """Return the calls of unknown work by target, in the order of the program; `prices` are those of the ledger."""
+    model, found = ledger.model, dict[str, UnknownCall]()
+    for op in model.graph.ops:
+        call = op.opaque
+        if call is None or op.flops or _is_small(call.target) or (call.traffic and not call.steps):
+            continue
+        number = model.op_node[op.id]
+        split = np.flatnonzero(model.nodes[number].states[ledger.choices[number]] >= 0)
+        axes = tuple(model.axis_names[a] for a in split)
+        work = prices.work.get(("op", op.id))
+        moved = 0.0 if work is None else work.moved_bytes
+        if (known := found.get(call.target)) is not None:
+            axes, moved = tuple(dict.fromkeys((*known.axes, *axes))), moved + known.moved_bytes
+        found[call.target] = UnknownCall(call.rule is not None, axes, moved, bool(call.steps))
+    return found
+
+
+def unruled_lines(unruled: tuple[Unruled, ...], unknown: Mapping[str, UnknownCall]) -> list[str]:
     """Return one sentence for each row of ops without a rule, in order: their share of the step and, for custom calls,
-    the remedy.
+    the remedy. For calls in `unknown` (`unknown_calls`) the sentence has the assumed work too.
     """
     lines = []
     for each in unruled:
         what = f"custom call `{each.kind}`" if each.custom_call else each.kind
         where = f" ({each.example})" if each.example and each.example != each.kind else ""
         count = f"{each.count} x " if each.count > 1 else ""
-        line = (
-            f"{count}{what}{where} has no sharding rule: every device repeats it whole ({each.share:.1%} of the step)"
-        )
-        if each.custom_call:
-            line += f'; give it one with autoshard.register_rule("{each.kind}", "b ... -> b ...")'
+        call = unknown.get(each.kind) if each.custom_call else None
+        lacks = "has no sharding rule" + (" and states no work" if call else "")
+        line = f"{count}{what}{where} {lacks}: every device repeats it whole ({each.share:.1%} of the step"
+        line += f", as no FLOPs and {format_bytes(call.moved_bytes)} of memory traffic)" if call else ")"
+        if call and "callback" in each.kind:
+            line += "; it is Python on the host, whose time is not in the prediction"
+        elif each.custom_call:
+            flops = ', flops="..."' if call else ""
+            line += f'; give it {"both" if call else "one"} with autoshard.register_rule("{each.kind}", '
+            line += f'"b ... -> b ..."{flops})'
         lines.append(line + ".")
     return lines
 
 
-def call_lines(model: Model) -> list[str]:
-    """Return sentences on calls of unknown work, then on calls that cannot run on a shard; one for each target."""
+def call_lines(model: Model, unknown: Mapping[str, UnknownCall]) -> list[str]:
+    """Return sentences on calls with a rule whose work is unknown, then on calls that cannot run on a shard; one for
+    each target.
+
+    `unknown` is the result of `unknown_calls`.
+    """
     calls = [(op, op.opaque) for op in model.graph.ops if op.opaque is not None]
     fixed = sorted({call.target for op, call in calls if op.rule is not None and call.fixed and call.on_shards})
-    unknown = sorted({call.target for op, call in calls if not (op.flops or call.traffic or _is_small(call.target))})
-    return [
-        f"It is not known how much `{target}` computes: its time is that of reading its operands and writing its "
-        f'results; give it FLOPs with autoshard.register_rule("{target}", ..., flops=...).'
-        for target in unknown
-    ] + [
+    lines = []
+    for target, each in sorted(unknown.items()):
+        if each.ruled:
+            split = f"is split along {' x '.join(axis_words(each.axes))}" if each.axes else "runs whole on every device"
+            remedy = "the cost_estimate of its pallas_call, or " if each.kernel else ""
+            lines.append(
+                f"`{target}` states no work: it {split}, and counts as no FLOPs and {format_bytes(each.moved_bytes)} "
+                f'of memory traffic on a device; state FLOPs with {remedy}autoshard.register_rule("{target}", ..., '
+                'flops="...").'
+            )
+    return lines + [
         f"`{target}` is compiled for whole tensors in the module: to run the plan where it is split, plan the Python "
         "program it was traced from (autoshard then builds the kernel for its shards)."
         for target in fixed

@@ -126,6 +126,24 @@ class Unruled:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Unsure:
+    """Ops of one class for which the predicted time or memory of the step is less sure than usual."""
+
+    ops: str
+    """Name of the class, in the plural."""
+    time_share: float
+    """Share of the predicted step that these ops take."""
+    memory_share: float
+    """Share of the predicted peak that tensors hold which these ops read or write."""
+    time_within: float | None
+    """Factor within which nine of ten compiled programs with such ops took the predicted time; None if unmeasured."""
+    memory_within: float | None
+    """Factor within which nine of ten reserved the predicted memory; None if unmeasured."""
+    programs: int
+    """Number of these compiled programs."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Region:
     """One op that devices compute shard by shard, instead of XLA's partitioner.
 

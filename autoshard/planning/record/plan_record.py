@@ -20,6 +20,7 @@ from autoshard.planning.record.plan_parts import (
     Region,
     Timeline,
     Unruled,
+    Unsure,
 )
 from autoshard.planning.record.planned_stages import FORM_BY_STAGE, PlannedPipeline
 from autoshard.planning.record.spec import Spec, mesh_words, original_mesh
@@ -106,6 +107,8 @@ class Plan:
     """Uses of a torch module's parameters by its layers, which `distribute` pins; absent from files of other plans."""
     activations: tuple[Activation, ...] = dataclasses.field(default=(), metadata={"absent": ()})
     """Values between a torch module's layers, which `distribute` pins as well; absent from files of other plans."""
+    unsure: tuple[Unsure, ...] = dataclasses.field(default=(), metadata={"absent": ()})
+    """Classes of ops that make the prediction less sure than usual; absent from a plan's file if there are none."""
     axis_roles: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict, metadata={"absent": {}})
     """Axis -> dim groups that the axis splits in most activations, such as `batch`, `heads` or `experts`.
 
@@ -172,6 +175,16 @@ class Plan:
         """Tokens a second of all devices together; None for a program that does not count tokens, or takes no time."""
         tokens, step = self.origin.tokens, self.prediction.step_time_s
         return tokens / step if tokens and step > 0 else None
+
+    @property
+    def time_within(self) -> float | None:
+        """Factor within which the predicted step is expected, if that is less sure than usual; None if unmeasured."""
+        return max((each.time_within or 0.0 for each in self.unsure), default=0.0) or None
+
+    @property
+    def memory_within(self) -> float | None:
+        """Factor within which the predicted memory is expected, as `time_within`."""
+        return max((each.memory_within or 0.0 for each in self.unsure), default=0.0) or None
 
     def is_weight(self, name: str) -> bool:
         """Return True if argument `name` is a weight of the model, trained or frozen; raise `KeyError` if unknown."""

@@ -32,10 +32,16 @@ COLLECTIVES = 100
 """Number of rows that are listed; the rest is summed, so that the page stays fast."""
 
 
-def html_report(plan: Plan, compare: Plan | None = None, measured: Mapping[str, Any] | None = None) -> str:
+def html_report(
+    plan: Plan,
+    compare: Plan | None = None,
+    measured: Mapping[str, Any] | None = None,
+    compiled: Mapping[str, Any] | None = None,
+) -> str:
     """Return the page as text.
 
     - `compare`: another plan to compare with.
+    - `compiled`: output of `autoshard compile --json` for the plan.
     - `measured`: output of `autoshard measure --json` for the plan.
     """
     prediction = plan.prediction
@@ -75,6 +81,7 @@ def html_report(plan: Plan, compare: Plan | None = None, measured: Mapping[str, 
             binds=step_limits(plan),
             fixed=fixed_lines(plan),
             compare=compare and _comparison(plan, compare),
+            compiled=compiled and _compilation(compiled),
             measured=measured and _measurement(plan, measured),
             provenance=_flat(plan.provenance),
             data=script_json(
@@ -245,6 +252,34 @@ def _comparison(plan: Plan, other: Plan) -> dict[str, Any]:
         "inside": changes.inside[:DIFFERENCES],
         "more_inside": max(len(changes.inside) - DIFFERENCES, 0),
         "collectives": [(kind, axes, sent_text(a), sent_text(b)) for kind, axes, a, b in changes.collectives],
+    }
+
+
+def _compilation(compiled: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the verdict, the seconds of the compiler, and rows (name, predicted, compiled) of text.
+
+    Absent figures are blank, and rows without a compiled figure are left out.
+    """
+    peak, step, wire = (compiled.get(key) or {} for key in ("peak_bytes", "step_time_s", "wire_bytes"))
+    error = step.get("error")
+    schedule = "step time, by the compiler's schedule" + (f" +- {error:.0%}" if error else "")
+    rows = [
+        ("memory of a device at the peak", format_bytes, peak.get("predicted"), peak.get("compiled")),
+        ("memory that the program reserves", format_bytes, None, peak.get("reserved")),
+        (schedule, format_seconds, step.get("predicted"), step.get("estimated")),
+    ]
+    rows += [
+        (f"on the wire over {clean(axis)}", format_bytes, both["predicted"], both["compiled"])
+        for axis, both in wire.items()
+    ]
+    return {
+        "verdict": compiled.get("verdict", ""),
+        "compile_s": compiled.get("compile_s"),
+        "rows": [
+            (name, "" if predicted is None else shown(predicted), shown(found))
+            for name, shown, predicted, found in rows
+            if found is not None
+        ],
     }
 
 

@@ -107,7 +107,7 @@ def comparison_report(plan: Plan, rows: Sequence[ComparisonRow]) -> RenderableTy
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim")
     table.add_column("", no_wrap=True)
     columns = ["predicted", "exposed", "MFU", "peak", "fits"]
-    columns += ["compiled", "peak", "fits"] if compiled else []
+    columns += ["compiled", "reserved", "fits"] if compiled else []
     columns += ["measured"] if measured else []
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
@@ -165,15 +165,17 @@ def _predicted(prediction: Prediction | None) -> list[str]:
 
 
 def _compiled(figures: dict[str, Any] | None) -> list[str]:
-    """Return estimated step, peak and verdict of a compiled row as text; dashes if it is not compiled.
+    """Return estimated step, reserved memory and verdict of a compiled row as text; dashes if it is not compiled.
 
-    `remat` means that it fits only with the compiler's own rematerialisation.
+    The memory is what the program needs if it does not fit. `remat` means that it fits only with the compiler's own
+    rematerialisation.
     """
     if figures is None:
         return ["-"] * 3
-    estimated, peak = figures["step_time_s"]["estimated"], figures["peak_bytes"]["compiled"]
+    estimated, memory = figures["step_time_s"]["estimated"], figures["peak_bytes"]
+    held = memory["reserved"] or memory["compiled"]
     verdict = {"fits": "yes", "does not fit": "no"}.get(figures["verdict"], "remat")
-    return ["-" if not estimated else format_seconds(estimated), "-" if not peak else format_bytes(peak), verdict]
+    return ["-" if not estimated else format_seconds(estimated), "-" if not held else format_bytes(held), verdict]
 
 
 def candidate_figures(candidates: Sequence[PlanCandidate]) -> list[dict[str, Any]]:

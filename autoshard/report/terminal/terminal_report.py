@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.base.units import format_bytes, format_count, format_seconds
+from autoshard.exec import CompileReport, Verdict, compile_notes
 from autoshard.planning import Collective, Plan, Prediction, Recipe, Spec, axis_words, mesh_words, spec_text
 from autoshard.report.display import clean, fold, readable
 from autoshard.report.figures import best_baseline, fixed_lines, tensor_bytes
@@ -27,13 +28,17 @@ MESHES = RECIPES = 6
 """Most rows that a table shows; the rest is counted."""
 
 
-def terminal_report(plan: Plan, wall_s: Mapping[str, float] | None = None) -> RenderableType:
+def terminal_report(
+    plan: Plan, wall_s: Mapping[str, float] | None = None, compiled: CompileReport | None = None
+) -> RenderableType:
     """Return the plan as a rich renderable for 80 columns or more: the verdict first, then details by weight.
 
-    `wall_s` are the seconds of each planning phase, to be shown at the end; None or an empty mapping omits that line.
+    - `wall_s`: seconds of each planning phase, to be shown at the end; None or an empty mapping omits that line.
+    - `compiled`: report of the compiled plan, whose memory is then the verdict.
+
     Sections without content are omitted.
     """
-    return _Report(plan, wall_s)
+    return _Report(plan, wall_s, compiled)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,11 +47,12 @@ class _Report:
 
     plan: Plan
     wall_s: Mapping[str, float] | None
+    compiled: CompileReport | None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the sections of the report in order; `options` has the terminal's width."""
         plan = self.plan
-        yield _verdict(plan)
+        yield _verdict(plan, self.compiled)
         yield from _section("Plan", Text("\n").join(Text(f"  {clean(line)}") for line in plan.words))
         yield from _section("Fixed beforehand", _bullets(fixed_lines(plan)))
         yield from _section("Priced for compiler flags", _bullets(_flag_lines(plan)))
@@ -60,6 +66,8 @@ class _Report:
         yield from _section("Collectives that cost most", _collectives(plan.prediction, options.max_width))
         yield from _section("What limits the step", _bullets(step_limits(plan)))
         yield from _section("Warnings", _bullets(plan.warnings, "yellow"))
+        if self.compiled is not None:
+            yield from _section("Compiled program", _bullets(compile_notes(self.compiled), "yellow"))
         if self.wall_s:
             phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.wall_s.items())
             yield from (Text(), Text(f"Planned in: {phases}", style="dim"))
@@ -74,29 +82,51 @@ def _flag_lines(plan: Plan) -> list[str]:
     return prices or ([f"{', '.join(plan.flags)}: no price changes."] if plan.flags else [])
 
 
-def _verdict(plan: Plan) -> RenderableType:
+def _verdict(plan: Plan, compiled: CompileReport | None) -> RenderableType:
     """Return the head of the report: program, mesh, fit, step time and comparison with the best baseline.
 
-    Tokens per second and MFU appear if the plan has them, the memory's percentage if the limit is not 0.
+    Tokens per second and MFU appear if the plan has them, the memory's percentage if the limit is not 0. The fit is
+    that of the compiled program if there is one, with a line on its schedule.
     """
     prediction = plan.prediction
     mesh = mesh_words(plan.mesh)
     devices = math.prod(plan.mesh.values())
     noun = "device" if devices == 1 else "devices"
     title = Text(f"{clean(plan.program_name, 60)} on {plan.topology} ({devices} {noun}), mesh {mesh}", style="bold")
-    used = f"{format_bytes(prediction.peak_bytes)} of {format_bytes(plan.memory_limit_bytes)} a device"
-    verdict = Text("FITS", style="bold green") if prediction.fits else Text("DOES NOT FIT", style="bold red")
-    verdict.append(f": {used}", style="not bold default")
+    fits, used = prediction.fits, prediction.peak_bytes
+    if compiled is not None:
+        fits = compiled.verdict is not Verdict.DOES_NOT_FIT
+        used = compiled.reserved_compiled or compiled.peak_compiled or used
+    verdict = Text("FITS", style="bold green") if fits else Text("DOES NOT FIT", style="bold red")
+    of = f": {format_bytes(used)} of {format_bytes(plan.memory_limit_bytes)} a device"
+    verdict.append(of, style="not bold default")
     if plan.memory_limit_bytes:
-        verdict.append(f" ({prediction.peak_bytes / plan.memory_limit_bytes:.0%})", style="not bold default")
+        verdict.append(f" ({used / plan.memory_limit_bytes:.0%})", style="not bold default")
+    if compiled is None and plan.memory_within is not None:
+        verdict.append(f", within a factor {plan.memory_within:.1f}", style="not bold default")
     step = Text("STEP", style="bold").append(f": {format_seconds(prediction.step_time_s)}", style="not bold")
+    if plan.time_within is not None:
+        step.append(f" within a factor {plan.time_within:.1f}", style="not bold")
     if plan.tokens_per_s is not None:
         rate, share = format_count(plan.tokens_per_s), format_count(plan.tokens_per_s / devices)
         step.append(f", {rate} tokens/s ({share} a device)", style="not bold")
     if prediction.mfu is not None:
         step.append(f", MFU {prediction.mfu:.1%}", style="not bold")
     step.append(f"; {_against_best(plan)}", style="not bold")
-    return Group(title, Text(), verdict, step)
+    return Group(title, Text(), verdict, step, *([] if compiled is None else [_compiled(compiled)]))
+
+
+def _compiled(compiled: CompileReport) -> Text:
+    """Return a line on the memory of the compiled program, and one on its schedule if it has one."""
+    peak = "not said" if compiled.peak_compiled is None else format_bytes(compiled.peak_compiled)
+    words = f" in {compiled.compile_s:.1f} s: memory predicted {format_bytes(compiled.peak_predicted)}, peak {peak}"
+    if compiled.reserved_compiled is not None:
+        words += f", reserved {format_bytes(compiled.reserved_compiled)}"
+    if compiled.verdict is Verdict.FITS_WITH_REMAT:
+        words += f"\n  {compiled.verdict.value}"
+    if (timed := compiled.estimate) is not None:
+        words += f"\n  step {format_seconds(timed.step_time_s)} +- {timed.error:.0%} by the compiler's schedule"
+    return Text("COMPILED", style="bold").append(words, style="not bold")
 
 
 def _against_best(plan: Plan) -> str:

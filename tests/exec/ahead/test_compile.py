@@ -170,7 +170,10 @@ def test_a_program_that_fits(program):
     )
     assert figures["flops"]["compiled"] == 0 < figures["flops"]["program"]
     json.dumps(figures)
-    assert any("all-reduce over model: 16.00 KiB (sync)" in line for line in compile_lines(compilation))
+    lines = compile_lines(compilation)
+    assert any("all-reduce over model: 16.00 KiB (sync)" in line for line in lines)
+    assert figures["peak_bytes"] == {"predicted": plan.prediction.peak_bytes, "compiled": 150, "reserved": 170}
+    assert lines[1].endswith("compiled 150 B; the program reserves 170 B")
 
 
 def test_the_compilers_own_remat_is_reported(program):
@@ -280,15 +283,19 @@ def test_a_compiler_that_dies_or_refuses(program, monkeypatch: pytest.MonkeyPatc
     assert worker.gone()
 
 
-SPACES = """Memory Space: default (color=0)
-Total bytes: 409600 (400.0KiB)
-
-Memory Space: vmem (color=1)
-Total bytes: 64 (64B)
-
-Memory Space: cmem (color=5)
-Total bytes: 512 (512B)
+ASSIGNMENT = """BufferAssignment:
+allocation 0: size 512, page 0, thread-local:
+ value: <92 or.7 @0> (size=512,offset=0): u8[]{:T(512)}
+allocation 1: size 147456, page 0, parameter 2, shape |f32[3,32,3,4,8]| at ShapeIndex {}, maybe-live-out:
+allocation 2: size 131072, color 5, page 0, parameter 3, shape |f32[4,64,128]| at ShapeIndex {}, maybe-live-out:
+allocation 3: size 4096, page 0, parameter 5, shape |s32[8,16]| at ShapeIndex {}:
+allocation 4: size 512, page 0, constant:
+allocation 5: size 1024, page 0, maybe-live-out:
+allocation 6: size 1024, color 6, page 0, preallocated-temp:
+allocation 7: size 393728, page 0, preallocated-temp:
+allocation 8: size 2343936, color 1, page 0, preallocated-temp:
 """
+"""Lines of a compiled program's dump; libtpu stated 409600 bytes of temporaries for its arena."""
 
 
 def dumping(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, last: str) -> FakeWorker:
@@ -296,7 +303,7 @@ def dumping(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, last: str) -> FakeW
     left, stem = tmp_path / "left", "module_0000.jit_stand_in.cl_1"
     left.mkdir()
     (left / f"{stem}.after_optimizations.txt").write_text(hlo())
-    (left / f"{stem}.after_optimizations-memory-usage-report.txt").write_text(SPACES)
+    (left / f"{stem}.after_optimizations-buffer-assignment.txt").write_text(ASSIGNMENT)
     (left / f"{stem}.{last}").write_text("")
     (left / f"{stem}.debug_options").write_text("")
     return FakeWorker(monkeypatch, f"cp -r {left} $1/dump; sleep 60")
@@ -305,15 +312,17 @@ def dumping(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, last: str) -> FakeW
 def test_a_quick_compilation_ends_when_memory_is_assigned(program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     worker = dumping(monkeypatch, tmp_path, "after_optimizations_after_buffer_assignment.txt")
     compilation = compile_plan(program, planned(program), quick=True)
-    arguments = compilation.memory_compiled["arguments"]
     assert worker.gone() and compilation.verdict is Verdict.FITS and compilation.estimate is not None
     assert compilation.memory_compiled == {
-        "arguments": arguments,
-        "temporaries": 409600 - arguments,
-        "on_chip": 64,
-        "host": 512,
+        "arguments": 147456 + 4096,
+        "results": 147456 + 1024,
+        "temporaries": 409600,
+        "donated": 147456,
+        "on_chip": 2343936,
+        "host": 131072,
     }
-    assert compilation.peak_compiled == 409600 and any("no machine code" in warning for warning in compilation.warnings)
+    assert compilation.reserved_compiled == compilation.peak_compiled == 147456 + 4096 + 1024 + 409600
+    assert any("no machine code" in warning for warning in compilation.warnings)
 
 
 def test_a_quick_compilation_waits_for_memory_that_is_not_assigned(
@@ -335,7 +344,10 @@ def test_a_quick_compilation_decides_as_a_whole_one():
     assert quick.verdict is whole.verdict is Verdict.FITS and quick.estimate is not None and whole.estimate is not None
     assert quick.estimate.step_time_s == whole.estimate.step_time_s
     assert quick.wire_compiled == whole.wire_compiled
-    assert quick.peak_compiled == pytest.approx(whole.peak_compiled, rel=0.1)
+    assert quick.reserved_compiled == whole.reserved_compiled
+    assert quick.peak_compiled == whole.peak_compiled is not None
+    parts = {"arguments", "results", "donated", "temporaries", "host"}
+    assert {p: quick.memory_compiled[p] for p in parts} == {p: whole.memory_compiled[p] for p in parts}
     assert len(quick.warnings) == len(whole.warnings) + 1
 
 

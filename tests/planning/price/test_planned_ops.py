@@ -23,7 +23,7 @@ def test_the_rows_add_up_to_the_prediction(name: str, topology: str, mesh: str):
     rng = np.random.default_rng(0)
     for _ in range(5):
         choices = programs.random_choices(model, rng)
-        outcome, rows = evaluate(model, choices), planned_ops(itemise(model, choices))
+        outcome, rows = evaluate(model, choices), planned_ops(ledger := itemise(model, choices), price_ops(ledger))
         assert len(rows) <= MOST_ROWS + 1
         assert sum(row.compute_s for row in rows) == pytest.approx(outcome.compute_s, rel=1e-9)
         host = sum(seconds for (_, what), seconds in outcome.channels.items() if what == HOST)
@@ -44,7 +44,8 @@ def test_elementwise_ops_move_what_they_read_and_write():
     count = 8192 * 4096
     model = programs.model_of(trace(fn, (f32(8192, 4096),)), "v5e:2x2", "data=4")
     assert all((node.states[0] < 0).all() for node in model.nodes)
-    rows = planned_ops(itemise(model, np.zeros(len(model.nodes), dtype=np.int64)))
+    ledger = itemise(model, np.zeros(len(model.nodes), dtype=np.int64))
+    rows = planned_ops(ledger, price_ops(ledger))
     # The second result is written by the same fusion, from operands that the first one has read.
     assert {row.kind: row.moved_bytes for row in rows} == pytest.approx({"tanh": 8 * count, "convert": 2 * count})
     assert all(row.flops == 0 and row.bound == "memory" for row in rows)
