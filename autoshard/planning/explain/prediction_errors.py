@@ -139,17 +139,19 @@ def unsure_lines(unsure: tuple[Unsure, ...], peak_bytes: int, memory_limit: int)
     for each in unsure:
         if each.ops == UNKNOWN_CALLS:
             continue  # no compiler knows their work either; `call_lines` names each
-        line = f"{each.ops} have {each.time_share:.0%} of the predicted step and {each.memory_share:.0%} of the peak: "
         if each.time_within is None or each.memory_within is None:
-            line += "no compiled program that we compared has them, so the prediction may be far off"
+            error = "no compiled program that we compared has them, so the prediction may be far off"
         else:
-            line += (
-                f"of {each.programs} such programs nine of ten took within a factor {each.time_within:.1f} of the "
+            error = (
+                f"nine of ten of {each.programs} such programs took within a factor {each.time_within:.1f} of the "
                 f"predicted time, and reserved within a factor {each.memory_within:.1f} of the predicted memory"
             )
             if peak_bytes <= memory_limit < peak_bytes * each.memory_within:
-                line += ", so it may not fit"
-        lines.append(f"{line}; `autoshard plan --compile` asks the compiler, in seconds for a small step.")
+                error += ", so it may not fit"
+        lines.append(
+            f"{each.ops} have {each.time_share:.0%} of the predicted step and {each.memory_share:.0%} of the peak: "
+            f"{error}; `autoshard plan --compile` asks the compiler, in seconds for a small step."
+        )
     return lines
 
 

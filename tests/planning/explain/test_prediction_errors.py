@@ -89,7 +89,7 @@ def test_a_plan_of_badly_predicted_ops_says_so(monkeypatch: pytest.MonkeyPatch, 
     assert (plan.time_within, plan.memory_within) == (1.9, 3.14)
     assert plan.warnings[0] == (
         f"convolutions have {unsure.time_share:.0%} of the predicted step and {unsure.memory_share:.0%} of the peak: "
-        "of 7 such programs nine of ten took within a factor 1.9 of the predicted time, and reserved within a factor "
+        "nine of ten of 7 such programs took within a factor 1.9 of the predicted time, and reserved within a factor "
         "3.1 of the predicted memory; `autoshard plan --compile` asks the compiler, in seconds for a small step."
     )
     save_plan(plan, tmp_path / "plan.json")
