@@ -158,7 +158,7 @@ def _assigned(assignment: str) -> dict[str, int]:
     An argument that is live at the end is donated, and a result has its memory. Constants and the scratch of single
     instructions belong to no part, as in a whole compilation.
     """
-    memory = dict.fromkeys(("arguments", "results", "temporaries", "donated", "on_chip", "host"), 0)
+    memory: dict[str, int] = dict.fromkeys(("arguments", "results", "temporaries", "donated", "on_chip", "host"), 0)
     for size_text, color, uses in _ALLOCATION.findall(assignment):
         size, space, left = int(size_text), int(color or 0), "maybe-live-out" in uses
         if space == HOST_SPACE:

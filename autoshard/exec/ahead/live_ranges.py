@@ -124,25 +124,24 @@ def device_peak(compiled: Compiled, at_peak: Mapping[str, int]) -> int | None:
 
     - `at_peak`: bytes of each kind by live ranges (`memory_at_peak`).
 
-    The result is the sum of `at_peak`, and at most what is reserved. Without live ranges it is the compiler's own
-    `peak`, which is the arguments plus the fullest of its memories. Arguments on the host are subtracted from it. It is
-    the peak of another memory if it exceeds what is reserved, or if it is that of stacks which a loop offloads. The
-    reserved bytes decide then, as without machine code, where there is no `peak`.
+    The compiler's `peak` is the arguments plus the fullest of its memories; arguments on the host are subtracted here.
+    It is the peak of another memory if it exceeds what is reserved, as that of on-chip buffers in small programs. The
+    same holds if it is that of stacks which a loop offloads to the host. The result is then the live bytes, as without
+    machine code, where there is no `peak`. Live bytes are the sum of `at_peak`, or the reserved bytes if it is empty,
+    and at most those.
     """
     memory, on_host, reserved = compiled.memory, host_arguments(compiled), reserved_bytes(compiled)
-    if at_peak:
-        return min(sum(at_peak.values()), reserved) or None
+    live = min(sum(at_peak.values()) or reserved, reserved) or None
     if "peak" not in memory:
-        return reserved or None
+        return live
     stated, stacks = memory["peak"] - on_host, memory.get("host", 0) - on_host
     # The stated peak is just the arguments and the offloaded stacks: it is the peak of the host's memory.
-    if stacks > 0 and stated <= (memory["arguments"] + stacks) * _ALIGNED:
-        return reserved or None
-    return max(0, min(stated, reserved)) or None
+    of_host = stacks > 0 and stated <= (memory["arguments"] + stacks) * _ALIGNED
+    return live if of_host or stated > reserved * _ALIGNED else max(0, min(stated, reserved)) or None
 
 
 _ALIGNED = 1.001
-"""Factor by which small buffers and alignment raise the stated peak."""
+"""Factor by which constants, small buffers and alignment raise the stated peak."""
 
 
 def _ranges(report: str) -> Iterator[tuple[str, tuple[int, ...], int, int]]:

@@ -140,7 +140,7 @@ def unsure_lines(unsure: tuple[Unsure, ...], peak_bytes: int, memory_limit: int)
         if each.ops == UNKNOWN_CALLS:
             continue  # no compiler knows their work either; `call_lines` names each
         if each.time_within is None or each.memory_within is None:
-            error = "no compiled program that we compared has them, so the prediction may be far off"
+            error = "no compiled program of our tables has them, so the prediction may be far off"
         else:
             error = (
                 f"nine of ten of {each.programs} such programs took within a factor {each.time_within:.1f} of the "

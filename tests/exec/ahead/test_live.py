@@ -119,9 +119,9 @@ STATED = {"arguments": 1000, "results": 400, "donated": 400, "temporaries": 700}
     [
         (1600, 0, {}, 1600),
         (1600, 500, {}, 1600),  # the device is fuller than its host
-        (3000, 2000, {"parameters": 900, "temporaries": 600}, 1500),  # live ranges decide where they are
-        (1600, 0, {"parameters": 900, "temporaries": 900}, 1700),  # but never above the allocated bytes
-        (9000, 0, {}, 1700),  # the on-chip memory is the fullest
+        (3000, 2000, {"parameters": 900, "temporaries": 600}, 1500),  # the host is fuller: live ranges decide
+        (9000, 0, {"parameters": 900, "temporaries": 600}, 1500),  # the on-chip memory is the fullest
+        (9000, 0, {"parameters": 900, "temporaries": 900}, 1700),  # never more than the allocated bytes
         (3000, 2000, {}, 1700),  # without live ranges, the allocated bytes decide
         (0, 0, {}, None),
     ],
