@@ -115,6 +115,7 @@ def table(known: Rows) -> str:
 `python experiments/fidelity/schedule_physics.py`; libtpu, no devices. Milliseconds of one device of {TOPOLOGY}. HBM is
 the traffic of the compiled program at full bandwidth, FLOPs are at the peak, and wire is over one link in one
 direction. `least` is the longest of the three, with {LINKS} links busy. `most` is {MOST} times their sum.
+Launches of instructions and latencies of collectives are in no part: a step of less than a millisecond may exceed it.
 """,
         grid("row | kind | HBM: | FLOPs: | wire: | least: | estimate: | most: | inside", lines),
         [f"{len(lines) - len(outside)} of {len(lines)} estimates are inside.", *outside],
