@@ -233,7 +233,9 @@ def unknown_calls(ledger: Ledger, prices: OpPrices) -> dict[str, UnknownCall]:
         call = op.opaque
         if call is None or op.flops or _is_small(call.target) or (call.traffic and not call.steps):
             continue
-        number = model.op_node[op.id]
+        number = model.op_node.get(op.id)
+        if number is None:  # a call of scalars alone, for which nothing is decided
+            continue
         split = np.flatnonzero(model.nodes[number].states[ledger.choices[number]] >= 0)
         axes = tuple(model.axis_names[a] for a in split)
         work = prices.work.get(("op", op.id))
