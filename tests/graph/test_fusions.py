@@ -32,6 +32,36 @@ def test_a_value_is_preserved_when_recomputing_it_would_read_more() -> None:
     assert all(op.results[0] not in analyse(once).materialised for op in ops(once, "sine"))
 
 
+def test_on_tpus_a_value_of_one_large_operand_is_recomputed() -> None:
+    def fn(a: Any) -> Any:
+        centered = a - a.mean(0)
+        return jnp.sum(centered * 2, 0), jnp.max(centered, 1)
+
+    graph = graph_of(fn, f32(64, 64))
+    (centered,) = ops(graph, "subtract")
+    assert centered.results[0] not in analyse(graph, rules=TPU).materialised
+
+
+def test_around_batch_statistics_products_and_sums_of_branches_are_stored() -> None:
+    """Match libtpu for v5e: of two normalised convolutions and a residual, six values are stored at the image's size.
+
+    These are three convolutions, the sum, and the gradients before two of the normalisations.
+    """
+
+    def loss(kernels: Any, x: Any) -> Any:
+        for kernel in kernels:
+            y = lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            y = jax.nn.relu((y - y.mean((0, 1, 2))) * lax.rsqrt(y.var((0, 1, 2)) + 1e-5))
+            x = y if y.shape != x.shape else x + y
+        return (x.mean((1, 2)) ** 2).mean()
+
+    kernels = [bf16(3, 3, 3 if i == 0 else 16, 16) for i in range(3)]
+    graph = graph_of(jax.grad(loss), kernels, bf16(8, 32, 32, 3))
+    liveness = analyse(graph, rules=TPU)
+    large = {t for t in liveness.materialised if graph.tensors[t].elements == 8 * 32 * 32 * 16}
+    assert len(large) == 6
+
+
 def recurrence(decay: Any, value: Any, axis: int = 1) -> Any:
     """Compute a gated recurrence by `lax.associative_scan`, whose levels halve the sequence and merge by padding."""
     pair = (jax.nn.sigmoid(decay), value)

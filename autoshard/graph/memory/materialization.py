@@ -157,7 +157,37 @@ class _StoreDecision:
             # Recompute: every kernel reads the sources. Store: read them once, write the value, read it in every
             # kernel.
             return kernels * before > before + (kernels + 1) * own
+        if rules.fused_matmuls:
+            # Broadcasts of statistics do not count; evidence: docs/compiler_behaviour.md, "Elementwise ops inside
+            # matmul kernels".
+            large = {t for t in reads if sizes[t] * SMALL > own}
+            large -= self._read_anyway(tensor, large, ends) if len(large) > 1 and ends else set()
+            before = sum(sizes[t] for t in large)
         return before > own
+
+    def _read_anyway(self, tensor: int, sources: Collection[int], ends: Collection[int]) -> set[int]:
+        """Return the `sources` of an unstored value that every kernel among `ends` reads for other operands too.
+
+        Sums do not count: one kernel computes all sums of a value. An example is the gradient before a batch
+        normalisation: the matmuls that read it need the input of the normalisation for its other terms. They compute
+        the gradient again from that input and the gradient after it.
+        """
+        kernels = [end for end in ends if self.graph.ops[end].kind != "reduce"]
+        common = set(sources) if kernels else set[int]()
+        for end in kernels:
+            found, left, seen = set[int](), list(self.graph.ops[end].operands), {tensor}
+            while left and not common <= found and len(seen) <= _FEW:
+                value = left.pop()
+                if value in seen:
+                    continue
+                seen.add(value)
+                maker = self.graph.maker(value)
+                if value in common:
+                    found.add(value)
+                elif maker is not None and maker.op_class is OpClass.POINTWISE:
+                    left += maker.operands
+            common &= found
+        return common
 
     def _source(self, tensor: int) -> int:
         """Return the value at the start of the chain of casts and layout ops that ends with `tensor`; matmuls apply
