@@ -67,7 +67,8 @@ def test_ways_that_meet_are_one_kernel() -> None:
         return both + 1, jnp.sin(both)
 
     graph = graph_of(apart, *[f32(ROWS, WIDTH)] * 2)
-    assert ops(graph, "multiply")[0].results[0] in analyse(graph, rules=TPU).materialised
+    # libtpu for v5e writes both results in one kernel, which reads `x` and `y`.
+    assert ops(graph, "multiply")[0].results[0] not in analyse(graph, rules=TPU).materialised
 
 
 def test_statistics_of_a_convolutions_result_are_summed_by_it() -> None:
