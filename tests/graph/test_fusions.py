@@ -127,6 +127,10 @@ def test_around_batch_statistics_products_and_sums_of_branches_are_stored() -> N
     liveness = analyse(graph, rules=TPU)
     large = {t for t in liveness.materialised if graph.tensors[t].elements == 8 * 32 * 32 * 16}
     assert len(large) == 6
+    # The kernel that makes a gradient also sums it, weighted by the saved result of the layer before.
+    gradients = large.intersection(liveness.stores.values())
+    sums = [f for f in liveness.fusions if graph.ops[f.root].kind == "reduce" and large.intersection(f.reads)]
+    assert len(gradients) == 2 and sums and not any(gradients.intersection(f.reads) for f in sums)
 
 
 def recurrence(decay: Any, value: Any, axis: int = 1) -> Any:
