@@ -67,7 +67,8 @@ def test_ways_that_meet_are_one_kernel() -> None:
         return both + 1, jnp.sin(both)
 
     graph = graph_of(apart, *[f32(ROWS, WIDTH)] * 2)
-    assert ops(graph, "multiply")[0].results[0] in analyse(graph, rules=TPU).materialised
+    # libtpu for v5e writes both results in one kernel, which reads `x` and `y`.
+    assert ops(graph, "multiply")[0].results[0] not in analyse(graph, rules=TPU).materialised
 
 
 def test_statistics_of_a_convolutions_result_are_summed_by_it() -> None:
@@ -111,6 +112,8 @@ def test_a_sum_that_needs_another_reads_again() -> None:
 
 
 def test_a_sum_that_needs_what_follows_reads_the_product_from_memory() -> None:
+    """Match libtpu for v5e: the scores alone are stored, and sums of exponentials and of choices read them."""
+
     def loss(w: Any, x: Any, labels: Any) -> Any:
         scores = x @ w
         hit = lax.broadcasted_iota(labels.dtype, scores.shape, 1) == labels[:, None]
@@ -122,4 +125,4 @@ def test_a_sum_that_needs_what_follows_reads_the_product_from_memory() -> None:
     liveness = analyse(graph, rules=TPU)
     scores = ops(graph, "dot_general")[0].results[0]
     picked = [f for f in liveness.fusions if graph.ops[f.root].kind == "reduce" and scores in f.reads]
-    assert len(picked) == 1 and scores in liveness.materialised and scores not in liveness.stores
+    assert len(picked) == 2 and scores in liveness.materialised and scores not in liveness.stores

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from autoshard.graph import FusionRules, OpClass, analyse
+from autoshard.graph import FusionRules, OpClass, analyse, round_operands
 from tests.graph.buffers import TPU, lifetimes
 from tests.graph.programs import bf16, f32, graph_of, ops
 
@@ -30,6 +30,107 @@ def test_a_value_is_preserved_when_recomputing_it_would_read_more() -> None:
     assert total in analyse(graph).materialised
     once = graph_of(lambda a: (jnp.sum(jnp.sin(a) * 2, 0), jnp.max(jnp.sin(a), 1)), f32(64, 64))
     assert all(op.results[0] not in analyse(once).materialised for op in ops(once, "sine"))
+
+
+@pytest.mark.parametrize(
+    ("reads", "scaled", "matmuls", "summed", "stored"),
+    [
+        (1, False, 6, False, False),
+        (2, False, 3, False, False),
+        (2, False, 4, False, True),
+        (2, True, 2, False, False),
+        (2, True, 3, False, True),
+        (3, False, 2, False, False),
+        (3, False, 3, False, True),
+        (2, False, 2, True, False),
+        (2, False, 3, True, True),
+    ],
+)
+def test_on_tpus_a_value_is_stored_if_that_moves_fewer_bytes(
+    reads: int, scaled: bool, matmuls: int, summed: bool, stored: bool
+) -> None:
+    """Match the programs that libtpu compiles for v5e, at 16384 x 1024."""
+
+    def fn(values: Any, scale: Any, weights: Any) -> Any:
+        value = values[0]
+        for other in values[1:]:
+            value = value * other + 1
+        value = value * scale if scaled else jnp.maximum(value, 0)
+        return [value @ w for w in weights], value.sum(0) if summed else ()
+
+    graph = graph_of(fn, [bf16(16384, 1024)] * reads, bf16(1024), [bf16(1024, 1024)] * matmuls)
+    liveness = analyse(graph, rules=TPU)
+    value = ops(graph, "dot_general")[0].operands[0]
+    assert (value in liveness.materialised) == stored
+
+
+@pytest.mark.parametrize(("reads", "matmuls", "stored"), [(1, 3, False), (1, 6, True), (2, 2, True)])
+def test_on_tpus_a_value_is_stored_as_narrow_as_the_program_makes_it(reads: int, matmuls: int, stored: bool) -> None:
+    """Match libtpu for v5e, which counts a cast of the program, and not the rounding of float32 operands."""
+
+    def fn(values: Any, weights: Any) -> Any:
+        value = values[0]
+        for other in values[1:]:
+            value = value * other + 1
+        value = jnp.maximum(value, 0).astype(weights[0].dtype)
+        return [value @ w for w in weights]
+
+    graph = graph_of(fn, [f32(16384, 1024)] * reads, [bf16(1024, 1024)] * matmuls)
+    assert (ops(graph, "dot_general")[0].operands[0] in analyse(graph, rules=TPU).materialised) == stored
+    wide = round_operands(graph_of(fn, [f32(16384, 1024)] * reads, [f32(1024, 1024)] * matmuls))
+    assert ops(wide, "dot_general")[0].operands[0] not in analyse(wide, rules=TPU).materialised
+
+
+def test_a_matmul_stores_the_end_of_the_chain_that_leads_on_from_it() -> None:
+    def fn(x: Any, y: Any, w: Any, others: Any) -> Any:
+        value = jnp.maximum((x @ w) * y, 0)
+        return [value @ other for other in others]
+
+    graph = graph_of(fn, *[bf16(512, 64)] * 2, bf16(64, 64), [bf16(64, 64)] * 2)
+    (product, end) = ops(graph, "dot_general")[0].results[0], ops(graph, "maximum")[0].results[0]
+    assert analyse(graph, rules=TPU).stores == {product: end}
+
+
+def test_on_tpus_labels_are_compared_and_their_logits_fetched_from_a_wide_copy() -> None:
+    """Match libtpu for v5e: the product writes logits in both dtypes, and the gather alone reads the wide ones."""
+
+    def picked(w: Any, x: Any, labels: Any) -> Any:
+        logits = (x @ w).astype("float32")
+        return (jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]).mean()
+
+    labels = jax.ShapeDtypeStruct((512,), "int32")
+    graph = graph_of(jax.grad(picked), bf16(64, 4096), bf16(512, 64), labels)
+    liveness = analyse(graph, rules=TPU)
+    (scatter,) = (op for op in ops(graph, "scatter") if graph.tensors[op.results[0]].elements == 512 * 4096)
+    assert scatter.results[0] not in liveness.materialised
+    logits = {b[0]: b for b in liveness.buffers if graph.tensors[b[0]].elements == 512 * 4096}
+    assert sorted(graph.tensors[t].dtype for t in logits) == ["bfloat16", "float32"]
+    gather = next(op for op in ops(graph, "gather") if op.operands[0] in logits)
+    assert logits[gather.operands[0]][2] == gather.id + 1
+
+
+def test_around_batch_statistics_products_and_sums_of_branches_are_stored() -> None:
+    """Match libtpu for v5e: of two normalised convolutions and a residual, six values are stored at the image's size.
+
+    These are three convolutions, the sum, and the gradients before two of the normalisations.
+    """
+
+    def loss(kernels: Any, x: Any) -> Any:
+        for kernel in kernels:
+            y = lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            y = jax.nn.relu((y - y.mean((0, 1, 2))) * lax.rsqrt(y.var((0, 1, 2)) + 1e-5))
+            x = y if y.shape != x.shape else x + y
+        return (x.mean((1, 2)) ** 2).mean()
+
+    kernels = [bf16(3, 3, 3 if i == 0 else 16, 16) for i in range(3)]
+    graph = graph_of(jax.grad(loss), kernels, bf16(8, 32, 32, 3))
+    liveness = analyse(graph, rules=TPU)
+    large = {t for t in liveness.materialised if graph.tensors[t].elements == 8 * 32 * 32 * 16}
+    assert len(large) == 6
+    # The kernel that makes a gradient also sums it, weighted by the saved result of the layer before.
+    gradients = large.intersection(liveness.stores.values())
+    sums = [f for f in liveness.fusions if graph.ops[f.root].kind == "reduce" and large.intersection(f.reads)]
+    assert len(gradients) == 2 and sums and not any(gradients.intersection(f.reads) for f in sums)
 
 
 def recurrence(decay: Any, value: Any, axis: int = 1) -> Any:

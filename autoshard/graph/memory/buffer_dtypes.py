@@ -7,7 +7,7 @@ layers is converted once, before the loop that slices and narrows it. A nested l
 Evidence: docs/compiler_behaviour.md, "Stored dtype of matmul results", "Narrow copies of stacks".
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from autoshard.graph.memory.operand_rounding import INSERTED
 from autoshard.graph.records import OpClass, OpGraph, is_batched
@@ -81,6 +81,23 @@ def widened_values(graph: OpGraph) -> dict[int, int]:
         if computed and _itemsize(graph, last) > _itemsize(graph, op.results[0]):
             widths[op.results[0]] = _itemsize(graph, last)
     return widths
+
+
+def widened_tables(graph: OpGraph, materialised: Collection[int]) -> Iterator[Buffer]:
+    """Yield wide copies of stored values from which gathers fetch numbers after a cast.
+
+    A copy is made by the kernel that makes the value, and is live until the last gather; other ops read the value. An
+    example are logits in bfloat16 if the loss casts them and picks the labels' logits (v5e, libtpu 0.0.51).
+    """
+    for op in graph.ops:
+        if op.kind != "convert" or op.operands[0] not in materialised or op.results[0] in materialised:
+            continue
+        source, result = graph.tensors[op.operands[0]], graph.tensors[op.results[0]]
+        gathers = [
+            user.id for user in graph.users[result.id] if user.kind == "gather" and user.operands[0] == result.id
+        ]
+        if gathers and result.bytes > source.bytes and source.producer >= 0 and source.loop == result.loop:
+            yield result.id, source.producer, graph.needed_until(result.id, max(gathers)) + 1
 
 
 def _copied(graph: OpGraph, updated: Collection[int]) -> dict[Buffer, int]:

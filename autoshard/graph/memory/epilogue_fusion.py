@@ -70,7 +70,8 @@ def fuse_epilogues(graph: OpGraph, analysis: FusionAnalysis) -> FusionAnalysis:
                 moved = fusions[n].moved if first else ()
                 made[n] = dataclasses.replace(fusions[n], reads=left, moved=moved, is_fused_sibling=bool(first))
                 there.update(fusions[n].reads)
-    _fuse_sums(graph, analysis, made, readers)
+    kernels = {stored: graph.tensors[source].producer for source, stored in stores.items()}
+    _fuse_sums(graph, analysis, made, readers, kernels)
     return _fused(analysis, made, stores)
 
 
@@ -128,11 +129,19 @@ def _large_reads(graph: OpGraph, fusion: Fusion) -> list[int]:
 
 
 def _fuse_sums(
-    graph: OpGraph, analysis: FusionAnalysis, made: list[Fusion], readers: Mapping[int, Sequence[int]]
+    graph: OpGraph,
+    analysis: FusionAnalysis,
+    made: list[Fusion],
+    readers: Mapping[int, Sequence[int]],
+    epilogues: Mapping[int, int],
 ) -> None:
     """Drop in `made` the large reads of sums that another kernel of their block computes.
 
-    `readers` maps each stored value to the numbers of the fusions that read it.
+    The kernel of a matmul reads other operands of sums of its result, such as the values that a batch normalisation
+    saved, if they exist before. (In convolutional steps on v5e, these are kernels of a convolution and several sums.)
+
+    - `readers`: the numbers of the fusions that read each stored value.
+    - `epilogues`: the matmul of each value that a matmul's kernel stores instead of its result.
     """
     fusions = analysis.fusions
     maker = {tensor: number for number, fusion in enumerate(fusions) for tensor in fusion.writes}
@@ -151,6 +160,11 @@ def _fuse_sums(
             if graph.ops[fusions[n].root].op_class is OpClass.POINTWISE
             or (graph.ops[fusions[n].root].kind == "reduce" and n < number)
         ]
+        matmul = epilogues.get(latest, graph.tensors[latest].producer)
+        needed = (t for t in fusion.reads if t != latest)
+        if matmul in analysis.matmuls and graph.ops[matmul].loop == root.loop and len(large) > 1:
+            if all(graph.tensors[t].producer < matmul for t in needed):
+                made[number] = dataclasses.replace(fusion, reads=tuple(t for t in fusion.reads if t != latest))
         hosts = [*([maker[latest]] if latest in maker else ()), *siblings]
         for host in hosts:
             other = graph.ops[fusions[host].root]

@@ -36,7 +36,7 @@ _PASSING = frozenset({"sharding_constraint", IN, OUT})
 """Ops that define how a value is split, and that move no data themselves."""
 _FUSED_MOVES = frozenset({"slice", "concatenate", "pad", "reverse"})
 """Heavy ops that move data and that fuse like pointwise ops."""
-_MANY = 8
+MANY = 8
 """Largest number of fusion ends that are tracked for one value."""
 
 
@@ -101,7 +101,7 @@ class FusionAnalysis:
     kernels: frozenset[int]
     """Ops that are separate kernels."""
     ends: Sequence[frozenset[int] | None] = ()
-    """For each tensor the fusion-ending ops that its consumers lead to; None for more than `_MANY`."""
+    """For each tensor the fusion-ending ops that its consumers lead to; None for more than `MANY`."""
     joins: Mapping[int, int] = dataclasses.field(default_factory=dict)
     """Maps each value with several users that one kernel computes to the op where their paths join."""
     reach: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)
@@ -219,17 +219,33 @@ def _is_kernel(graph: OpGraph, op: Op, tiled: bool) -> bool:
     reverses.
 
     With `tiled` layouts, as on TPUs, such ops include pads with places between elements, and slices that step through a
-    tiled dim.
+    tiled dim. They do not include scatters that are comparisons (`_is_comparison`).
     """
+    if tiled and _is_comparison(graph, op):
+        return False
     if op.op_class is not OpClass.HEAVY or op.kind not in _FUSED_MOVES:
         return op.op_class is OpClass.HEAVY
     rank = len(graph.tensors[op.results[0]].shape)
     return tiled and any(op.kind == "pad" or dim >= rank - TILED for dim in op.strided)
 
 
+def _is_comparison(graph: OpGraph, op: Op) -> bool:
+    """Return True for a scatter of one number into each row of a generated value.
+
+    An example is the gradient of a cross entropy with integer labels. TPU compilers compare the places of a row with
+    its index instead, inside the kernels that read the result. This was seen with 1,000 to 32,000 classes on v5e.
+    """
+    if op.kind != "scatter" or op.rule is None or op.operands[0] not in graph.generated:
+        return False
+    rows = {factor for dim in op.rule.operands[1] for factor in dim}
+    summed = set(rows).difference(factor for dim in op.rule.results[0] for factor in dim)
+    places = [dim for dim in op.rule.results[0] if not rows.issuperset(dim)]
+    return len(places) == 1 and all(op.rule.sizes[factor] == 1 for factor in summed)
+
+
 def _ends_of(graph: OpGraph, analysis: FusionAnalysis) -> list[frozenset[int] | None]:
     """Return `FusionAnalysis.ends`: for each tensor the ops that end the fusions it is computed in, or None beyond
-    `_MANY`.
+    `MANY`.
     """
     ends_by_tensor: list[frozenset[int] | None] = [frozenset()] * len(graph.tensors)
     for op in reversed(graph.ops):
@@ -240,7 +256,7 @@ def _ends_of(graph: OpGraph, analysis: FusionAnalysis) -> list[frozenset[int] | 
                 apart = other.loop != op.loop or analysis.ends_fusion(other)
                 after = [frozenset((user,))] if apart else [ends_by_tensor[t] for t in other.results]
                 ends = None if ends is None or None in after else ends.union(*(e for e in after if e is not None))
-                if ends is None or len(ends) > _MANY:
+                if ends is None or len(ends) > MANY:
                     ends = None
                     break
             ends_by_tensor[tensor] = ends

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 
-from autoshard.graph.memory.buffer_dtypes import stored_buffers
+from autoshard.graph.memory.buffer_dtypes import stored_buffers, widened_tables
 from autoshard.graph.memory.epilogue_fusion import fuse_epilogues, fuse_gpu_epilogues, fuse_siblings
 from autoshard.graph.memory.fusion_analysis import Fusion, FusionAnalysis, FusionRules, begin_analysis
 from autoshard.graph.memory.host_transfers import copied_stacks, hosted, in_transit
@@ -107,6 +107,9 @@ def analyse(
         traffic += _gpu_traffic(graph, analysis, relaid)
     if rules.fused_matmuls:
         traffic += (*transposed_stack_copies(graph), *tile_row_copies(graph))
+        wide = tuple(widened_tables(graph, analysis.materialised))
+        buffers += wide
+        traffic += (ExtraTraffic(tensor, graph.tensors[tensor].loop, 1) for tensor, _, _ in wide)
     return Liveness(
         tuple(fuse_siblings(graph, analysis.fusions) if rules.fused_matmuls else analysis.fusions),
         analysis.materialised,

@@ -12,8 +12,9 @@ Evidence: docs/compiler_behaviour.md, "Elementwise ops inside matmul kernels".
 import dataclasses
 from collections.abc import Collection, Sequence
 
-from autoshard.graph.memory.fusion_analysis import CHEAP_INTO_MATMUL, SMALL, Fusion, FusionAnalysis
+from autoshard.graph.memory.fusion_analysis import CHEAP_INTO_MATMUL, MANY, Fusion, FusionAnalysis
 from autoshard.graph.memory.host_transfers import INTO_STACKS, TO_HOST
+from autoshard.graph.memory.operand_rounding import INSERTED
 from autoshard.graph.records import Op, OpClass, OpGraph
 
 
@@ -95,11 +96,12 @@ def _is_overwritten(graph: OpGraph, analysis: FusionAnalysis, op: Op, materialis
 def _latest_makers(graph: OpGraph) -> list[int]:
     """Return for every value the id of the latest op with a kernel of its own from which it is computed; -1 for none.
 
-    Generated values have none; results of all ops but pointwise ones have their own op.
+    Generated values have none. Pointwise ops and layout ops have no kernel of their own.
     """
     latest = [tensor.producer for tensor in graph.tensors]
     for op in graph.ops:
-        if op.op_class is OpClass.FREE or (op.op_class is OpClass.POINTWISE and op.operands):
+        light = op.op_class is OpClass.POINTWISE or op.kind in CHEAP_INTO_MATMUL
+        if op.op_class is OpClass.FREE or (light and op.operands):
             before = -1 if op.op_class is OpClass.FREE else max(latest[t] for t in op.operands)
             for tensor in op.results:
                 latest[tensor] = before
@@ -114,6 +116,8 @@ class _StoreDecision:
     analysis: FusionAnalysis
     latest: Sequence[int]
     """Result of `_latest_makers`: for every value its latest kernel."""
+    epilogues: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Maps each value that a matmul's kernel stores instead of its result to that matmul."""
 
     def is_stored(self, op: Op, tensor: int, reads: frozenset[int]) -> bool:
         """Return True if the result `tensor` of `op`, which is computed from the stored values `reads`, is stored in
@@ -139,18 +143,12 @@ class _StoreDecision:
                 return True
             if rules.gpu_kernels and reads and reads != {self._source(tensor)}:
                 return True
-        summed = rules.fused_matmuls and op.kind == "convert" and self._is_rounded_and_summed(op.operands[0])
-        if summed and ends:
-            return self._saves_traffic(tensor, reads, len(ends), len(ends) + 1)
-        if len(users) < 2:
+        if rules.fused_matmuls and self._ends_epilogue(tensor):
+            return True
+        if len(users) < 2 and not (rules.fused_matmuls and self._rounds_summed(tensor)):
             return False
-        if ends is not None and (len(ends) == 1 or all(self._inside(op, end) for end in ends)):
-            return len(ends) > 1 and self._saves_traffic(tensor, reads, len(ends), len(ends))
-        if any(self._inside(op, u) for u in users):
-            # Matmuls recompute the value. Other consumers recompute it if it depends on at most one stored value of its
-            # size.
-            elements = self.graph.tensors[tensor].elements
-            return sum(self.graph.tensors[t].elements >= elements for t in reads) > 1
+        if rules.fused_matmuls and not apart:
+            return self._saves_traffic(tensor, reads)
         before, own = sum(sizes[t] for t in reads), sizes[tensor]
         if rules.gpu_kernels:
             kernels = len(users) if ends is None else len(ends)
@@ -171,20 +169,74 @@ class _StoreDecision:
         """Return True if the op `user` is a matmul of the op's block that computes the op inside its kernel."""
         return user in self.analysis.matmuls and self.graph.ops[user].loop == op.loop
 
-    def _saves_traffic(self, tensor: int, reads: frozenset[int], matmuls: int, kernels: int) -> bool:
-        """Return True if storing a value for `matmuls` readers moves fewer bytes than `kernels` kernels that recompute
-        it.
+    def _saves_traffic(self, tensor: int, reads: frozenset[int]) -> bool:
+        """Return True if storing a value moves fewer bytes than the kernels that would compute it again on TPUs.
 
-        A stored value is computed once, written, and read by each reader. Recomputation reads `reads` in every kernel,
-        without those at least `SMALL` times smaller than the value. Storing also pays if the preceding matmul's kernel
-        computes the value.
+        Recomputation reads `reads` in every kernel. A stored value is computed once, written, and read by each kernel.
+        A value that is rounded for matmuls counts as unrounded: the compiler inserts the rounding later. Storing also
+        pays if the preceding matmul's kernel computes the value.
         """
-        sizes, own = self.analysis.sizes, self.analysis.sizes[tensor]
-        before = sum(sizes[t] for t in reads if sizes[t] * SMALL > own)
-        # Recompute: every kernel reads the sources. Store: read them once, write the value, read it in every matmul.
-        if kernels * before > before + (matmuls + 1) * own:
+        kernels = self._kernels(tensor, reads)
+        maker, sizes = self.graph.maker(tensor), self.analysis.sizes
+        rounds = maker is not None and maker.number == INSERTED
+        own = sizes[maker.operands[0] if maker is not None and rounds else tensor]
+        before = sum(sizes[t] for t in reads)
+        if kernels > 1 and kernels * before > before + (kernels + 1) * own:
             return True
-        return self._leads_from_matmul(tensor, reads)
+        ends = self.analysis.ends[tensor]
+        alone = ends is not None and all(maker is not None and self._inside(maker, end) for end in ends)
+        return alone and kernels > 1 and self._leads_from_matmul(tensor, reads)
+
+    def _kernels(self, tensor: int, reads: frozenset[int]) -> int:
+        """Return the number of kernels that read or recompute a value; one more than `MANY` if they are not known.
+
+        One kernel computes sums that do not need each other's results. The kernel of the matmul that makes the latest
+        of `reads` computes sums too.
+        """
+        ends, latest = self.analysis.ends[tensor], self.latest
+        if ends is None:
+            return MANY + 1
+        sums = sorted(end for end in ends if self.graph.ops[end].kind == "reduce")
+        kernels, first = len(ends) - len(sums), -1
+        maker = max((self.epilogues.get(t, self.graph.tensors[t].producer) for t in reads), default=-1)
+        for end in sums:
+            needed = max(latest[t] for t in self.graph.ops[end].operands)
+            if first < 0 and needed <= maker in self.analysis.matmuls:
+                first = end
+            elif first < 0 or needed >= first:
+                kernels, first = kernels + 1, end
+        return kernels
+
+    def _ends_epilogue(self, tensor: int) -> bool:
+        """Return True if the kernel of a matmul stores a value instead of its own result.
+
+        All ops from that result to the value are pointwise. Each value between is read on the way alone, besides sums
+        of a value that is then rounded. Several ops read the last value. Other operands exist before the matmul.
+        """
+        graph, analysis = self.graph, self.analysis
+        value, record = tensor, graph.tensors[tensor]
+        if len(set(analysis.consumers[tensor])) < 2 and not self._rounds_summed(tensor):
+            return False
+        while (maker := graph.maker(value)) is not None and maker.loop == record.loop:
+            several = len(set(analysis.consumers[value])) > 1 and value not in analysis.joins
+            if value != tensor and several and not self._is_rounded_and_summed(value):
+                return False
+            if maker.id in analysis.matmuls:
+                if value == tensor or value in analysis.pinned or self._epilogue_values(value) - {tensor}:
+                    return False
+                self.epilogues[tensor] = maker.id
+                return True
+            if maker.op_class is not OpClass.POINTWISE or maker.kind == "transpose":
+                return False
+            value = max(maker.operands, key=lambda t: self.latest[t], default=-1)
+            if value < 0 or graph.tensors[value].shape != record.shape:
+                return False
+        return False
+
+    def _rounds_summed(self, tensor: int) -> bool:
+        """Return True for the cast of a value that is otherwise only summed (`_is_rounded_and_summed`)."""
+        maker = self.graph.maker(tensor)
+        return maker is not None and maker.kind == "convert" and self._is_rounded_and_summed(maker.operands[0])
 
     def _is_rounded_and_summed(self, tensor: int) -> bool:
         """Return True if a value is read by one cast to a narrower dtype, and otherwise only by sums in the same block.

@@ -18,7 +18,7 @@ from autoshard.graph.records import Op, OpClass, OpGraph, Tensor
 
 ROUNDING = frozenset({"dot_general", "convolution"})
 """Kinds of ops that round their operands."""
-_MOVES = frozenset({"gather", "concatenate", "reshape", "transpose", "slice"})
+_MOVES = frozenset({"gather", "concatenate", "reshape", "reverse", "transpose", "slice"})
 """Kinds of ops that only move elements."""
 _WIDE, _NARROW, _BYTES = "float32", "bfloat16", 2
 INSERTED = -1
