@@ -121,5 +121,6 @@ def test_a_sum_that_needs_what_follows_reads_the_product_from_memory() -> None:
     graph = graph_of(jax.value_and_grad(loss, (0, 1)), f32(WIDTH, ROWS), f32(ROWS, WIDTH), labels)
     liveness = analyse(graph, rules=TPU)
     scores = ops(graph, "dot_general")[0].results[0]
-    picked = [f for f in liveness.fusions if graph.ops[f.root].kind == "reduce" and scores in f.reads]
+    sums = [f for f in liveness.fusions if graph.ops[f.root].kind == "reduce" and scores in f.reads]
+    picked = [f for f in sums if graph.arguments[2] in f.reads]
     assert len(picked) == 1 and scores in liveness.materialised and scores not in liveness.stores

@@ -80,7 +80,11 @@ def test_what_only_moves_rows_to_matmuls_moves_them_rounded() -> None:
 
 
 def test_a_gradient_is_stored_in_its_matmuls_dtype_and_summed_separately() -> None:
-    """Compute an activation's gradient in the kernel of the matmul before it. Its bias sums the unrounded gradient."""
+    """Compute an activation's gradient in the kernel of the matmul before it. Its bias sums the unrounded gradient.
+
+    The last layer's gradient follows its own matmul. The compiler stores three bfloat16 values too (v5e, libtpu 0.0.52,
+    65536 rows of 1024).
+    """
 
     def loss(params: Any, x: Any) -> Any:
         for w, b in params:
@@ -92,6 +96,6 @@ def test_a_gradient_is_stored_in_its_matmuls_dtype_and_summed_separately() -> No
     liveness = analyse(graph, rules=TPU)
     kept = [graph.tensors[t] for t in liveness.stores.values()]
     assert {t.dtype for t in kept if graph.ops[t.producer].number < 0} == {"bfloat16"}
-    assert sum(graph.ops[t.producer].number < 0 for t in kept) == 2
+    assert sum(graph.ops[t.producer].number < 0 for t in kept) == 3
     sums = [f for f in liveness.fusions if graph.ops[f.root].kind == "reduce" and len(f.writes) == 1]
     assert all(graph.tensors[t].elements < 512 * 64 for f in sums[1:] for t in f.reads)
