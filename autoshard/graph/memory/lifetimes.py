@@ -62,13 +62,6 @@ def buffers_of(graph: OpGraph, analysis: FusionAnalysis) -> tuple[Buffers, tuple
     return tuple(buffers), tuple(copied), frozenset(home.get(tensor, tensor) for tensor in reserved)
 
 
-_UNSPLIT = 132 * 128 * 128
-"""Elements from which a matmul's result has a tile of 128 x 128 for each multiprocessor of an H100.
-
-Smaller results are computed by several blocks for each tile, each over a part of the contracted dims (split-K).
-"""
-
-
 def _run_leaves_late(graph: OpGraph, analysis: FusionAnalysis, last: dict[int, int]) -> None:
     """Extend in `last` the lives of operands of matmuls that the GPU compiler's scheduler puts off.
 
@@ -95,7 +88,7 @@ def _run_leaves_late(graph: OpGraph, analysis: FusionAnalysis, last: dict[int, i
         first = min(matmuls, key=lambda each: ready[each.root])
         read_until = max((last.get(t, -1) for t in first.writes), default=-1)
         for late in matmuls:
-            if late.root < read_until < ready[late.root] and _is_rewritten(graph, graph.ops[late.root]):
+            if late.root < read_until < ready[late.root] and _is_rewritten(graph.ops[late.root]):
                 put_off[late.root] = late, ready[late.root]
                 final = max(final, read_until)
     for late, needed_at in put_off.values():
@@ -104,16 +97,13 @@ def _run_leaves_late(graph: OpGraph, analysis: FusionAnalysis, last: dict[int, i
                 last[source] = max(last[source], min(final, needed_at))
 
 
-def _is_rewritten(graph: OpGraph, op: Op) -> bool:
-    """Return True if the GPU compiler replaces a matmul: one with batch dims or several contracted dims, or a split one
-    (`_UNSPLIT`).
-    """
+def _is_rewritten(op: Op) -> bool:
+    """Return True if the GPU compiler replaces a matmul: one with batch dims or several contracted dims."""
     if op.rule is None:
         return False
     left, right = ({factor for dim in dims for factor in dim} for dims in op.rule.operands[:2])
     contracted = (left & right) - {factor for dim in op.rule.results[0] for factor in dim}
-    least = min(graph.tensors[tensor].elements for tensor in op.operands)
-    return is_batched(op) or len(contracted) > 1 or graph.tensors[op.results[0]].elements < min(_UNSPLIT, least)
+    return is_batched(op) or len(contracted) > 1
 
 
 def _written_over(graph: OpGraph, analysis: FusionAnalysis, last: Mapping[int, int]) -> frozenset[int]:

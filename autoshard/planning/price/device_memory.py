@@ -230,47 +230,6 @@ class LiveBuffer(NamedTuple):
     """Tensor whose bytes these are, or that the buffer is used to compute; -1 if unknown."""
 
 
-ARGUMENTS = frozenset({"parameters", "optimizer_state", "batch"})
-"""Kinds of the buffers of arguments."""
-
-
-def off_chip(model: Model, buffers: Sequence[LiveBuffer]) -> list[LiveBuffer]:
-    """Return the buffers that are in a device's main memory; the others stay in on-chip memory for their whole life.
-
-    TPU compilers place a value on the chip if there is room from its first to its last use. They copy it to main memory
-    if too much is written in between (`Residency.longest`). First come values that save the most traffic for the
-    square root of their size, as in XLA's `MemoryBoundednessBufferIntervalComparator`. Arguments, results and values
-    that a loop carries are in main memory. Negligible buffers are left there too.
-
-    Evidence: docs/compiler_behaviour.md, "Tensors in on-chip memory".
-    """
-    graph, residency = model.graph, model.residency
-    if not residency.room:
-        return list(buffers)
-    stays = {*graph.results, *(t for loop in graph.loops for c in loop.carries for t in dataclasses.astuple(c))}
-    written = np.zeros(len(graph.ops) + 2, dtype=np.int64)
-    """Bytes written before each op, [ops + 2]."""
-    for each in buffers:
-        written[each.start + 1] += each.size if each.kind not in ARGUMENTS else 0
-    written = written.cumsum()
-    able = [
-        (-residency.transfers[each.tensor] * math.sqrt(each.size), number)
-        for number, each in enumerate(buffers)
-        if each.kind not in ARGUMENTS
-        and each.tensor not in stays
-        and NEGLIGIBLE_SHARE * residency.room < each.size <= residency.room
-        and written[min(each.stop, len(graph.ops) + 1)] - written[each.start] <= residency.longest
-    ]
-    used, on_chip = np.zeros(len(graph.ops) + 1, dtype=np.int64), set[int]()
-    for _, number in sorted(able):
-        each = buffers[number]
-        during = used[each.start : each.stop]
-        if during.max(initial=0) + each.size <= residency.room:
-            during += each.size
-            on_chip.add(number)
-    return [each for number, each in enumerate(buffers) if number not in on_chip]
-
-
 def gathered_copies(model: Model, choices: NDArray[np.int64], steps: Mapping[int, _Steps]) -> Iterator[LiveBuffer]:
     """Yield the gathered tensors that several heavy ops share, of copy nodes without a memory term of their own.
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.graph import LEAST_ROWS, TO_HOST
-from autoshard.planning.price.device_memory import LiveBuffer, collective_buffers, gathered_copies, off_chip, reserve
+from autoshard.planning.price.device_memory import LiveBuffer, collective_buffers, gathered_copies, reserve
 from autoshard.planning.price.reshard_times import ReshardTime, reshard_overlap, reshard_time
 from autoshard.planning.price.softmax_credit import uncharged_bytes
 from autoshard.planning.record.plan_parts import Collective
@@ -172,7 +172,8 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
     collectives.sort(key=lambda c: (-c.seconds, c.kind, c.axes, c.cause))
     peak, when, memory = _memory(model, live_buffers(model, choices))
     solved = peak
-    if model.mesh.topology.traits.separate_collective_buffers or model.liveness.reserved or model.residency.room:
+    traits = model.mesh.topology.traits
+    if traits.separate_collective_buffers or model.liveness.reserved or model.mesh.topology.backend == "tpu":
         solved, _, _ = _memory(model, solved_buffers(model, choices))
     return Outcome(dict(channels), tuple(collectives), peak, when, memory, host_bytes(model, choices), solved)
 
@@ -282,18 +283,17 @@ def _events(buffers: Sequence[LiveBuffer]) -> list[tuple[int, int, str]]:
 
 
 def live_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
-    """Return every buffer in a device's main memory, with results allocated from the start where the backend does so,
-    and with its collective buffers.
+    """Return every buffer on one device, with results allocated from the start where the backend does so, and with its
+    collective buffers.
     """
     buffers = solved_buffers(model, choices)
-    if model.residency.room:
+    if model.mesh.topology.backend == "tpu":
         steps_to_copies = {
             number: reshard_time(model, reshard, choices).steps
             for number, reshard in enumerate(model.reshards)
             if (node := model.nodes[reshard.target]).kind == "copy" and not node.memory
         }
-        more = [*gathered_copies(model, choices, steps_to_copies), *_relaid_rows(model, choices)]
-        buffers = off_chip(model, [*buffers, *more])
+        buffers += [*gathered_copies(model, choices, steps_to_copies), *_relaid_rows(model, choices)]
     if model.liveness.reserved:
         buffers = reserve(model.graph, buffers, model.liveness.reserved)
     if not model.mesh.topology.traits.separate_collective_buffers:

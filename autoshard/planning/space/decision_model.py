@@ -49,14 +49,7 @@ class Residency:
         self.ratio = chip.vmem_over_hbm_bandwidth
         self.share = np.zeros(len(graph.tensors))
         """Largest share of each tensor that stays on the chip, [tensors]; 0 if it is always in main memory."""
-        room = self.room = max(0, chip.vmem_bytes // chip.cores_per_chip - RESERVED)
-        """Bytes of one core's on-chip memory that kernels leave to tensors."""
-        self.longest = 2 * (chip.vmem_bytes // chip.cores_per_chip)
-        """Bytes that are written at most while a tensor stays on the chip."""
-        self.transfers = np.ones(len(graph.tensors), dtype=np.int64)
-        """Times that kernels write or read each tensor, [tensors]."""
-        for fusion in liveness.fusions:
-            self.transfers[list(fusion.reads)] += 1
+        room = chip.vmem_bytes // chip.cores_per_chip - RESERVED
         if room <= 0 or not self.ratio:
             return
         candidates = list(_candidates(graph, liveness))
