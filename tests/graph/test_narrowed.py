@@ -94,7 +94,8 @@ def test_a_kernel_is_rounded_before_it_is_reversed_for_the_gradient() -> None:
 def test_a_gradient_is_stored_in_its_matmuls_dtype_and_summed_separately() -> None:
     """Compute an activation's gradient in the kernel of the matmul before it. Its bias sums the unrounded gradient.
 
-    libtpu for v5e stores three gradients in bfloat16.
+    The last layer's gradient follows its own matmul. The compiler stores three bfloat16 values too (v5e, libtpu 0.0.52,
+    65536 rows of 1024).
     """
 
     def loss(params: Any, x: Any) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from autoshard.graph.flops import is_sum
 from autoshard.graph.memory.fusion_analysis import SMALL, Fusion, FusionAnalysis
-from autoshard.graph.memory.materialization import MOST_MADE
+from autoshard.graph.memory.materialization import MOST_MADE, is_rounded_tanh
 from autoshard.graph.records import Op, OpClass, OpGraph
 
 
@@ -197,7 +197,20 @@ def fuse_gpu_epilogues(graph: OpGraph, analysis: FusionAnalysis) -> FusionAnalys
         stores[op.results[0]] = fusions[number].writes[0]
         reads = tuple(t for t in fusions[number].reads if t != op.results[0])
         made[number] = Fusion(root, fusions[number].writes, reads, (), True)
+    _join_rounded(graph, made)
     return _fused(analysis, made, stores)
+
+
+def _join_rounded(graph: OpGraph, made: list[Fusion]) -> None:
+    """Let in `made` the first kernel that reads a rounded tanh compute and store it too; it reads its inputs once."""
+    tanhs = {fusion.writes[0]: fusion for fusion in made if is_rounded_tanh(graph, graph.ops[fusion.root])}
+    for number, fusion in enumerate(made):
+        root = graph.ops[fusion.root]
+        for tensor in fusion.reads:
+            if tensor in tanhs and root.op_class is OpClass.POINTWISE:
+                there = {tensor, *tanhs.pop(tensor).reads}
+                reads = tuple(t for t in made[number].reads if t not in there)
+                made[number] = dataclasses.replace(made[number], reads=reads, is_fused_sibling=True)
 
 
 def _end_of_chain(graph: OpGraph, analysis: FusionAnalysis, tensor: int) -> int:

@@ -52,9 +52,9 @@ class FusionRules:
     """True for the rules of XLA's GPU compiler.
 
     A value that several kernels read is stored only if that moves fewer bytes. The last cast in a chain from a computed
-    value is stored for the matmul that reads it. Matmuls fuse their epilogues (`fuse_gpu_epilogues`). Elementwise
-    kernels overwrite operands that they read last. Constants that start a loop are written before it. `copied_slices`
-    and `relaid_stacks` add copies.
+    value is stored for the matmul that reads it. A rounded tanh is stored (`is_rounded_tanh`). Matmuls fuse their
+    epilogues (`fuse_gpu_epilogues`), and some run late. Elementwise kernels overwrite operands that they read last.
+    Constants that start a loop are written before it. `copied_slices` and `relaid_stacks` add copies.
     """
 
 
@@ -138,7 +138,8 @@ def begin_analysis(
     - `updates`: result by argument that it overwrites.
     - `rules`: the compiler's rules of fusion.
     """
-    wide, loop_inputs = widened_values(graph), sliced_loop_inputs(graph)
+    # GPU matmuls fuse no epilogue that widens their result.
+    wide, loop_inputs = {} if rules.gpu_kernels else widened_values(graph), sliced_loop_inputs(graph)
     sizes = [t.elements * wide[t.id] if t.id in wide else t.bytes for t in graph.tensors]
     consumers = [[op.id for op in users] for users in graph.users]
     pinned = {*graph.returned, *loop_inputs}

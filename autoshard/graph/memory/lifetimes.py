@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from autoshard.graph.memory.fusion_analysis import Fusion, FusionAnalysis
-from autoshard.graph.records import OpClass, OpGraph
+from autoshard.graph.records import Op, OpClass, OpGraph, is_batched
 
 
 Buffers = tuple[tuple[int, int, int], ...]
@@ -27,6 +27,8 @@ def buffers_of(graph: OpGraph, analysis: FusionAnalysis) -> tuple[Buffers, tuple
         for read in fusion.reads:
             for tensor in analysis.stored_sources(read):
                 last[tensor] = max(last[tensor], graph.needed_until(tensor, fusion.root))
+    if analysis.rules.gpu_kernels:
+        _run_leaves_late(graph, analysis, last)
     for tensor in graph.results:
         for read in reach.get(tensor, ()):
             for source in analysis.stored_sources(read):
@@ -60,19 +62,75 @@ def buffers_of(graph: OpGraph, analysis: FusionAnalysis) -> tuple[Buffers, tuple
     return tuple(buffers), tuple(copied), frozenset(home.get(tensor, tensor) for tensor in reserved)
 
 
+def _run_leaves_late(graph: OpGraph, analysis: FusionAnalysis, last: dict[int, int]) -> None:
+    """Extend in `last` the lives of operands of matmuls that the GPU compiler's scheduler puts off.
+
+    Two matmuls outside of loops share an operand, as the gradients of a layer's input and weight do. The compiler may
+    rewrite the one whose result is needed later (`_is_rewritten`), which then has a late place in the order. It runs
+    when its result is needed, or after all kernels that read results of the others.
+
+    Evidence: docs/compiler_behaviour.md, "Storage by the GPU compiler".
+    """
+    end = len(graph.ops)
+    needed: dict[int, int] = {}
+    sharing: dict[int, list[Fusion]] = {}
+    for fusion in analysis.fusions:
+        op = graph.ops[fusion.root]
+        for tensor in fusion.reads:
+            needed.setdefault(tensor, fusion.root)
+            if op.kind == "dot_general" and op.loop < 0:
+                sharing.setdefault(tensor, []).append(fusion)
+    put_off: dict[int, tuple[Fusion, int]] = {}
+    final = -1
+    """Last op that reads a result for which another matmul was put off."""
+    for matmuls in sharing.values():
+        ready = {each.root: min((needed.get(t, end) for t in each.writes), default=end) for each in matmuls}
+        first = min(matmuls, key=lambda each: ready[each.root])
+        read_until = max((last.get(t, -1) for t in first.writes), default=-1)
+        for late in matmuls:
+            if late.root < read_until < ready[late.root] and _is_rewritten(graph.ops[late.root]):
+                put_off[late.root] = late, ready[late.root]
+                final = max(final, read_until)
+    for late, needed_at in put_off.values():
+        for tensor in late.reads:
+            for source in analysis.stored_sources(tensor):
+                last[source] = max(last[source], min(final, needed_at))
+
+
+def _is_rewritten(op: Op) -> bool:
+    """Return True if the GPU compiler replaces a matmul: one with batch dims or several contracted dims."""
+    if op.rule is None:
+        return False
+    left, right = ({factor for dim in dims for factor in dim} for dims in op.rule.operands[:2])
+    contracted = (left & right) - {factor for dim in op.rule.results[0] for factor in dim}
+    return is_batched(op) or len(contracted) > 1
+
+
 def _written_over(graph: OpGraph, analysis: FusionAnalysis, last: Mapping[int, int]) -> frozenset[int]:
     """Return the values that the elementwise kernel which reads them last overwrites with its result.
 
-    Value and result must have one shape, dtype and block. A kernel overwrites one value at most, and no argument.
+    Value and result must have one shape, dtype and block. A kernel overwrites one value at most, and no argument. A
+    kernel that also sums its result, or reads sums of the value that it computes first, overwrites nothing.
     """
+    summands: dict[int, frozenset[int]] = {}
+    """Maps each sum to the values that are read to compute it, directly or as sums."""
+    for fusion in analysis.fusions:
+        if graph.ops[fusion.root].kind == "reduce":
+            read = frozenset(fusion.reads).union(*(summands.get(t, ()) for t in fusion.reads))
+            summands |= dict.fromkeys(fusion.writes, read)
+    summed = frozenset().union(*summands.values())
     overwritten = set()
     for fusion in analysis.fusions:
         if graph.ops[fusion.root].op_class is not OpClass.POINTWISE or len(fusion.writes) != 1:
+            continue
+        if fusion.writes[0] in summed:
             continue
         written = graph.tensors[fusion.writes[0]]
         for tensor in fusion.reads:
             read = graph.tensors[tensor]
             alike = read.shape == written.shape and read.dtype == written.dtype and read.loop == written.loop
+            if any(tensor in summands.get(each, ()) for each in fusion.reads):
+                continue
             if alike and read.producer >= 0 and tensor not in analysis.bases and last.get(tensor) == fusion.root:
                 overwritten.add(tensor)
                 break

@@ -9,6 +9,7 @@ from autoshard.graph.memory.fusion_analysis import Fusion, FusionAnalysis, Fusio
 from autoshard.graph.memory.host_transfers import copied_stacks, hosted, in_transit
 from autoshard.graph.memory.lifetimes import buffers_of
 from autoshard.graph.memory.materialization import fused_operand_ratios, store_values
+from autoshard.graph.memory.row_layouts import relaid_values
 from autoshard.graph.memory.softmax import Softmax
 from autoshard.graph.memory.stack_layouts import (
     ExtraTraffic,
@@ -53,6 +54,8 @@ class Liveness:
     """Maps the result of a matmul or convolution to the value that its kernel stores instead."""
     relaid: tuple[RelaidStack, ...] = ()
     """Stacks that loops store in another layout."""
+    relaid_rows: tuple[tuple[int, int, int], ...] = ()
+    """Live ranges of the values that exist only where their outermost dim is long (see `relaid_values`)."""
     fused_operand_ratios: Mapping[int, float] = dataclasses.field(default_factory=dict)
     """Maps an operand that matmul kernels compute themselves to the ratio of bytes read for it to its own bytes."""
 
@@ -121,6 +124,7 @@ def analyse(
         tuple(traffic),
         analysis.stores,
         relaid,
+        tuple(sorted({*relaid_values(graph, analysis)})) if rules.fused_matmuls else (),
         fused_operand_ratios(graph, analysis),
     )
 

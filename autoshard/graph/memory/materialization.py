@@ -12,7 +12,7 @@ Evidence: docs/compiler_behaviour.md, "Elementwise ops inside matmul kernels".
 import dataclasses
 from collections.abc import Collection, Sequence
 
-from autoshard.graph.memory.fusion_analysis import CHEAP_INTO_MATMUL, MANY, Fusion, FusionAnalysis
+from autoshard.graph.memory.fusion_analysis import CHEAP_INTO_MATMUL, MANY, SMALL, Fusion, FusionAnalysis
 from autoshard.graph.memory.host_transfers import INTO_STACKS, TO_HOST
 from autoshard.graph.memory.operand_rounding import INSERTED
 from autoshard.graph.records import Op, OpClass, OpGraph
@@ -24,6 +24,20 @@ _FEW = 64
 """Largest number of values that are followed from a matmul's result."""
 _PARTS = frozenset({"slice", "pad"})
 """Kinds of ops that read a part of a value."""
+
+
+def is_rounded_tanh(graph: OpGraph, op: Op) -> bool:
+    """Return True for a tanh in a dtype narrower than float32, which GPUs compute in float32 and round.
+
+    XLA's cost model of fusions counts 467 cycles for it, 79 for an exponential and 7 for a sum
+    (`xla/service/gpu/model/hlo_op_profiles_data.h`, sm_90). Half the bytes of float32 are worth less than that: the
+    rounded value is stored where a forward and a backward kernel read it. In float32 both compute it.
+    """
+    return op.kind == "tanh" and graph.tensors[op.results[0]].itemsize < _WIDE
+
+
+_WIDE = 4
+"""Bytes of a float32 number."""
 
 
 def store_values(graph: OpGraph, analysis: FusionAnalysis) -> FusionAnalysis:
@@ -135,11 +149,11 @@ class _StoreDecision:
             return True  # otherwise it goes to the host as the stack's slice
         if rules.fused_matmuls and self._is_rounded_and_summed(tensor):
             return False
-        apart = any(u in self.analysis.kernels and not self._inside(op, u) for u in users)
+        apart = any(u in self.analysis.kernels and not self._inside(op, u) for u in self._readers(tensor))
         if rules.fused_matmuls and sum(self.graph.ops[u].kind in _PARTS for u in users) > 1:
             apart = True  # inside their kernel it would be computed once for every part
         if apart and op.op_class is not OpClass.LAYER:
-            if op.kind not in CHEAP_INTO_MATMUL:
+            if op.kind not in CHEAP_INTO_MATMUL and not self._rectifies(op):
                 return True
             if rules.gpu_kernels and reads and reads != {self._source(tensor)}:
                 return True
@@ -149,20 +163,44 @@ class _StoreDecision:
             return False
         if rules.fused_matmuls and not apart:
             return self._saves_traffic(tensor, reads)
-        before, own = sum(sizes[t] for t in reads), sizes[tensor]
+        if ends is not None and len(ends) == 1:
+            return False
+        own = sizes[tensor]
+        # Statistics of a norm are read in any case, and are too small to decide.
+        before = sum(sizes[t] for t in reads if sizes[t] * SMALL > own)
         if rules.gpu_kernels:
+            if is_rounded_tanh(self.graph, op):
+                return True
             kernels = len(users) if ends is None else len(ends)
             # Recompute: every kernel reads the sources. Store: read them once, write the value, read it in every
             # kernel.
             return kernels * before > before + (kernels + 1) * own
         return before > own
 
+    def _rectifies(self, op: Op) -> bool:
+        """Return True for a maximum with a generated value, which kernels of GPU matmuls apply on load."""
+        return (
+            self.analysis.rules.gpu_kernels
+            and op.kind == "maximum"
+            and any(tensor in self.graph.generated for tensor in op.operands)
+        )
+
+    def _readers(self, tensor: int) -> list[int]:
+        """Return the ids of the ops that read a value, also on load after a maximum (`_rectifies`)."""
+        users = list(self.analysis.consumers[tensor])
+        for user in self.analysis.consumers[tensor]:
+            if self._rectifies(self.graph.ops[user]):
+                users += self.analysis.consumers[self.graph.ops[user].results[0]]
+        return users
+
     def _source(self, tensor: int) -> int:
         """Return the value at the start of the chain of casts and layout ops that ends with `tensor`; matmuls apply
         them on load.
         """
-        while (maker := self.graph.maker(tensor)) is not None and maker.kind in CHEAP_INTO_MATMUL:
-            tensor = maker.operands[0]
+        while (maker := self.graph.maker(tensor)) is not None:
+            if maker.kind not in CHEAP_INTO_MATMUL and not self._rectifies(maker):
+                break
+            tensor = next((t for t in maker.operands if t not in self.graph.generated), maker.operands[0])
         return tensor
 
     def _inside(self, op: Op, user: int) -> bool:

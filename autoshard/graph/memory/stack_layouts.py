@@ -61,14 +61,14 @@ def _is_transposed(graph: OpGraph, update: int) -> bool:
     tensor, turns = op.operands[1], False
     while (op := graph.maker(tensor)) is not None and op.op_class is not OpClass.HEAVY:
         if op.kind == "transpose":
-            turns = not turns and _minor_moves(graph, op)
+            turns = not turns and minor_moves(graph, op)
         elif op.kind not in _UNMOVED:
             return False
         tensor = op.operands[0]
     return op is not None and op.kind == "dot_general" and turns
 
 
-def _minor_moves(graph: OpGraph, op: Op) -> bool:
+def minor_moves(graph: OpGraph, op: Op) -> bool:
     """Return True if a transpose changes the minor (last) dim, dims of size 1 not counted."""
     assert op.rule is not None
     sides = (op.rule.operands[0], op.rule.results[0])

@@ -230,6 +230,20 @@ class LiveBuffer(NamedTuple):
     """Tensor whose bytes these are, or that the buffer is used to compute; -1 if unknown."""
 
 
+def gathered_copies(model: Model, choices: NDArray[np.int64], steps: Mapping[int, _Steps]) -> Iterator[LiveBuffer]:
+    """Yield the gathered tensors that several heavy ops share, of copy nodes without a memory term of their own.
+
+    `steps` has the collectives of the reshards to such nodes, by number. Evidence: docs/compiler_behaviour.md,
+    "Gathered weights of unrolled layers".
+    """
+    users = _users(model)
+    for number, collectives in steps.items():
+        if any(kind == "all-gather" for kind, *_ in collectives):
+            held = _gathered(model, model.reshards[number], choices, users)
+            if held is not None:
+                yield LiveBuffer(held.start, held.stop, held.size, "gathered", held.tensor)
+
+
 def reserve(graph: OpGraph, buffers: Sequence[LiveBuffer], results: Collection[int]) -> list[LiveBuffer]:
     """Return a program's buffers with its `results` (tensors) allocated from the start of the step.
 

@@ -9,13 +9,13 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.graph import TO_HOST
-from autoshard.planning.price.device_memory import LiveBuffer, collective_buffers, reserve
+from autoshard.graph import LEAST_ROWS, TO_HOST
+from autoshard.planning.price.device_memory import LiveBuffer, collective_buffers, gathered_copies, reserve
 from autoshard.planning.price.reshard_times import ReshardTime, reshard_overlap, reshard_time
 from autoshard.planning.price.softmax_credit import uncharged_bytes
 from autoshard.planning.record.plan_parts import Collective
@@ -172,7 +172,8 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
     collectives.sort(key=lambda c: (-c.seconds, c.kind, c.axes, c.cause))
     peak, when, memory = _memory(model, live_buffers(model, choices))
     solved = peak
-    if model.mesh.topology.traits.separate_collective_buffers or model.liveness.reserved:
+    traits = model.mesh.topology.traits
+    if traits.separate_collective_buffers or model.liveness.reserved or model.mesh.topology.backend == "tpu":
         solved, _, _ = _memory(model, solved_buffers(model, choices))
     return Outcome(dict(channels), tuple(collectives), peak, when, memory, host_bytes(model, choices), solved)
 
@@ -286,12 +287,30 @@ def live_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
     collective buffers.
     """
     buffers = solved_buffers(model, choices)
+    if model.mesh.topology.backend == "tpu":
+        steps_to_copies = {
+            number: reshard_time(model, reshard, choices).steps
+            for number, reshard in enumerate(model.reshards)
+            if (node := model.nodes[reshard.target]).kind == "copy" and not node.memory
+        }
+        buffers += [*gathered_copies(model, choices, steps_to_copies), *_relaid_rows(model, choices)]
     if model.liveness.reserved:
         buffers = reserve(model.graph, buffers, model.liveness.reserved)
     if not model.mesh.topology.traits.separate_collective_buffers:
         return buffers
     steps = [reshard_time(model, reshard, choices).steps for reshard in model.reshards]
     return [*buffers, *(LiveBuffer(*each) for each in collective_buffers(model, choices, steps))]
+
+
+def _relaid_rows(model: Model, choices: NDArray[np.int64]) -> Iterator[LiveBuffer]:
+    """Yield the buffers of `Liveness.relaid_rows` whose outermost dim has at least `LEAST_ROWS` on a device."""
+    sizes = dict(model.mesh.axes)
+    for tensor, start, stop in model.liveness.relaid_rows:
+        record = model.graph.tensors[tensor]
+        local = tensor_spec(model, choices, tensor).local_shape(record.shape, sizes)
+        if local[0] >= LEAST_ROWS:
+            size = model.padding.shard_bytes(tensor, local, record.itemsize)
+            yield LiveBuffer(start, stop, size, "temporaries", tensor)
 
 
 def solved_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
