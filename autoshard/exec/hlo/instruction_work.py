@@ -201,41 +201,48 @@ class Reader:
             return whole
         return sum(self._used(computation, parameter.name, whole, 0))
 
-    def _used(self, computation: Computation, name: str, whole: int, depth: int) -> tuple[int, int]:
+    def _used(self, computation: Computation, name: str, whole: int, depth: int, made: bool = False) -> tuple[int, int]:
         """Return the bytes of the value `name` that its users in a computation stream, at most `whole`, and the bytes of
         the rows that they gather.
 
-        Slices count their results; in-place targets and returned values count nothing. Reshapes, nested fusions and
-        elementwise ops are followed to `depth` 20. Any other user reads the whole. A row counts as often as it is
-        gathered.
+        Slices count their results; in-place targets and returned values count nothing. Reshapes, nested fusions and ops
+        that map or move elements are followed to `depth` 20. Any other user reads the whole. A row counts as often as
+        it is gathered.
+
+        - `made`: True for a value that the computation makes of the one in memory; returning it reads the whole.
         """
-        total, rows = 0, 0
+        total, rows = (whole if made and computation.root.name == name else 0), 0
         for user in computation.users.get(name, ()):
             first = bool(user.operands) and user.operands[0] == name
-            inside = user.opcode in ("bitcast", "reshape") or (not user.root and _is_elementwise(computation, user, name))
+            ends: list[tuple[Computation, str, bool]] = []
             if user.opcode == "gather" and first:
                 rows += self._rows(computation, user)
             elif user.opcode in ("dynamic-slice", "slice") and first:
                 total += user.padded_bytes
             elif user.opcode in ("dynamic-update-slice", "scatter") and first:
                 total += 0
-            elif inside and depth < 20:
-                streamed, gathered = self._used(computation, user.name, whole, depth + 1)
-                total, rows = total + streamed, rows + gathered
+            elif user.opcode in ("bitcast", "reshape") and depth < 20:
+                ends.append((computation, user.name, made))
             elif user.opcode == "fusion" and depth < 20:
                 inner = self.module.computations.get(_called(user))
                 for number, operand in enumerate(user.operands):
                     if operand == name and inner is not None:
                         parameter = inner.parameters.get(number)
-                        ends = [(inner, parameter.name)] if parameter is not None else []
-                        ends += [(computation, user.name)] if _hands_on(inner, number) else []
-                        for there, value in ends:
-                            streamed, gathered = self._used(there, value, whole, depth + 1)
-                            total, rows = total + streamed, rows + gathered
-            elif user.opcode == "tuple":
+                        if parameter is None:
+                            total = whole
+                            continue
+                        ends.append((inner, parameter.name, False))
+                        if _hands_on(inner, number):
+                            ends.append((computation, user.name, made))
+            elif _keeps_elements(computation, user, name) and depth < 20:
+                ends.append((computation, user.name, True))
+            elif user.opcode == "tuple" and not made:
                 total += 0  # returned unchanged
             else:
                 total = whole
+            for there, value, computed in ends:
+                streamed, gathered = self._used(there, value, whole, depth + 1, computed)
+                total, rows = total + streamed, rows + gathered
         return min(whole, total), rows
 
     def _rows(self, computation: Computation, op: Instruction) -> int:
@@ -296,16 +303,18 @@ class Reader:
         return op.padded_bytes
 
 
-_ELSEWHERE = frozenset({"copy", "transpose", "reverse", "concatenate", "pad", "fusion", "sort", "scatter", "gather"})
-"""Opcodes whose results may have the dims of an operand without the same element at each place."""
+_MOVES = frozenset({"transpose", "copy", "reverse", "concatenate", "pad"})
+"""Opcodes that read an element of an operand once for each element of the result that is made of it."""
+_WHOLE = frozenset({"dot", "convolution", "custom-call", "scatter", "gather", "fusion", "sort"})
+"""Opcodes whose results may have the dims of an operand, but need more than one element of it for each."""
 
 
-def _is_elementwise(computation: Computation, op: Instruction, operand: str) -> bool:
-    """Return True if each element of an op's only result needs only the same element of an operand."""
+def _keeps_elements(computation: Computation, op: Instruction, operand: str) -> bool:
+    """Return True if each element of an op's only result needs at most one element of an operand."""
     source = computation.by_name.get(operand)
-    if source is None or len(op.shapes) != 1 or op.opcode in _ELSEWHERE or op.called:
+    if source is None or len(op.shapes) != 1 or op.opcode in _WHOLE or op.called:
         return False
-    return op.opcode not in ("dot", "convolution", "custom-call") and op.shapes[0].dims == source.shapes[0].dims
+    return op.opcode in _MOVES or op.shapes[0].dims == source.shapes[0].dims
 
 
 def _hands_on(computation: Computation, number: int) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from autoshard.graph.extraction.opaque_rules import IN, OUT
 from autoshard.graph.extraction.rolls import ROTATE
+from autoshard.graph.flops import is_sum
 from autoshard.graph.memory.buffer_dtypes import widened_values
 from autoshard.graph.memory.host_transfers import TO_DEVICE
 from autoshard.graph.memory.stack_layouts import sliced_loop_inputs
@@ -52,7 +53,8 @@ class FusionRules:
     """True for the rules of XLA's GPU compiler.
 
     A value that several kernels read is stored only if that moves fewer bytes. The last cast in a chain from a computed
-    value is stored for the matmul that reads it. Matmuls fuse their epilogues (`fuse_gpu_epilogues`). Elementwise
+    value is stored for the matmul that reads it. Gathers are parts of the kernels that read their rows, and some
+    kernels compute operands themselves (`_computed_inside`). Matmuls fuse their epilogues (`fuse_gpu_epilogues`). Elementwise
     kernels overwrite operands that they read last. Constants that start a loop are written before it. `copied_slices`
     and `relaid_stacks` add copies.
     """
@@ -100,6 +102,10 @@ class FusionAnalysis:
     """Matmuls whose kernels compute the pointwise ops before and after them."""
     kernels: frozenset[int]
     """Ops that are separate kernels."""
+    inside: Mapping[int, frozenset[int]]
+    """Result of `_computed_inside`."""
+    fused_gathers: frozenset[int]
+    """Gathers whose rows the kernels that read them may fetch; they read their table as separate kernels do."""
     ends: Sequence[frozenset[int] | None] = ()
     """For each tensor the fusion-ending ops that its consumers lead to; None for more than `_MANY`."""
     joins: Mapping[int, int] = dataclasses.field(default_factory=dict)
@@ -122,7 +128,12 @@ class FusionAnalysis:
 
         Such an op is a writer, a kernel of its own, or computes a pinned value.
         """
-        return op.kind in _WRITERS or op.id in self.kernels or not self.pinned.isdisjoint(op.results)
+        apart = op.id in self.kernels and op.id not in self.fused_gathers
+        return op.kind in _WRITERS or apart or not self.pinned.isdisjoint(op.results)
+
+    def reads_apart(self, op: Op, tensor: int) -> bool:
+        """Return True if an op is a separate kernel that reads the value `tensor` from memory."""
+        return op.id in self.kernels and tensor not in self.inside.get(op.id, ())
 
     def stored_sources(self, read: int) -> Collection[int]:
         """Return the stored values that a fusion reads: the stacks of which `read` is a slice, or `read` itself."""
@@ -165,9 +176,50 @@ def begin_analysis(
         frozenset(pinned),
         _plain_matmuls(graph) if fused else frozenset(),
         frozenset(kernels),
+        _computed_inside(graph, passing) if rules.gpu_kernels else {},
+        _fused_gathers(graph, consumers) if rules.gpu_kernels else frozenset(),
     )
     joins = _joins(graph, consumers, {op.id for op in graph.ops if analysis.ends_fusion(op)}) if fused else {}
     return dataclasses.replace(analysis, ends=_ends_of(graph, analysis), joins=joins)
+
+
+def _computed_inside(graph: OpGraph, passing: Collection[int]) -> dict[int, frozenset[int]]:
+    """Map the kernels that compute operands themselves to these operands, on GPUs.
+
+    Gathers compute their indices, and scatters their indices and updates. Dots that are sums (`is_sum`) become a product
+    and a reduction, which fetch gathered rows. An operand and the values of which it is only a wider form count. Seen
+    in the fusions of XLA's GPU compiler for segment sums and for experts by capacity.
+    """
+    inside: dict[int, frozenset[int]] = {}
+    for op in graph.ops:
+        operands: Sequence[int] = ()
+        if op.kind == "gather":
+            operands = op.operands[1:]
+        elif op.kind == "scatter":
+            operands = op.operands[len(op.results) :]
+        is_dot = op.kind == "dot_general" and op.rule is not None and is_sum(op.rule)
+        values = set[int]()
+        for tensor in op.operands if is_dot else operands:
+            wider, maker = {tensor}, graph.maker(tensor)
+            while maker is not None and (maker.id in passing or _widens(graph, maker)):
+                wider.add(maker.operands[0])
+                maker = graph.maker(maker.operands[0])
+            if not is_dot or (maker is not None and maker.kind == "gather"):
+                values |= wider
+        if values:
+            inside[op.id] = frozenset(values)
+    return inside
+
+
+def _fused_gathers(graph: OpGraph, consumers: Sequence[Sequence[int]]) -> frozenset[int]:
+    """Return the gathers that all ops of their own block read, which is where kernels may fetch the rows."""
+    return frozenset(
+        op.id
+        for op in graph.ops
+        if op.kind == "gather"
+        and op.rule is not None
+        and all(graph.ops[user].loop == op.loop for user in consumers[op.results[0]])
+    )
 
 
 def _widens(graph: OpGraph, op: Op) -> bool:
@@ -237,7 +289,7 @@ def _ends_of(graph: OpGraph, analysis: FusionAnalysis) -> list[frozenset[int] | 
             ends: frozenset[int] | None = frozenset()
             for user in analysis.consumers[tensor]:
                 other = graph.ops[user]
-                apart = other.loop != op.loop or analysis.ends_fusion(other)
+                apart = other.loop != op.loop or analysis.ends_fusion(other) or analysis.reads_apart(other, tensor)
                 after = [frozenset((user,))] if apart else [ends_by_tensor[t] for t in other.results]
                 ends = None if ends is None or None in after else ends.union(*(e for e in after if e is not None))
                 if ends is None or len(ends) > _MANY:

@@ -22,6 +22,8 @@ def buffers_of(graph: OpGraph, analysis: FusionAnalysis) -> tuple[Buffers, tuple
     start = {t.id: (t.producer if t.producer >= 0 else 0) for t in graph.tensors}
     for source, tensor in analysis.stores.items():
         start[tensor] = graph.tensors[source].producer  # it is written while the matmul runs
+    if analysis.rules.gpu_kernels:
+        start |= _shared_fills(graph)
     last = dict.fromkeys(materialised, -1)
     for fusion in analysis.fusions:
         for read in fusion.reads:
@@ -58,6 +60,23 @@ def buffers_of(graph: OpGraph, analysis: FusionAnalysis) -> tuple[Buffers, tuple
     # A result that overwrites no argument has memory of its own before the program starts.
     reserved = set(graph.results) - set(updates.values()) - arguments
     return tuple(buffers), tuple(copied), frozenset(home.get(tensor, tensor) for tensor in reserved)
+
+
+def _shared_fills(graph: OpGraph) -> dict[int, int]:
+    """Map the result of the last of several scatters into one generated value to the first of them.
+
+    XLA's GPU compiler makes the value, such as zeros, once for all scatters of one shape. Each but the last adds its
+    rows to a copy, so that the value is live from the first to the last. Seen in segment sums of several layers.
+    """
+    first: dict[object, int] = {}
+    last: dict[object, int] = {}
+    for op in graph.ops:
+        if op.kind == "scatter" and len(op.results) == 1 and op.operands[0] in graph.generated:
+            record = graph.tensors[op.results[0]]
+            key = (record.shape, record.dtype, op.loop)
+            first.setdefault(key, op.id)
+            last[key] = op.results[0]
+    return {result: first[key] for key, result in last.items()}
 
 
 def _written_over(graph: OpGraph, analysis: FusionAnalysis, last: Mapping[int, int]) -> frozenset[int]:

@@ -54,7 +54,10 @@ class Liveness:
     relaid: tuple[RelaidStack, ...] = ()
     """Stacks that loops store in another layout."""
     fused_operand_ratios: Mapping[int, float] = dataclasses.field(default_factory=dict)
-    """Maps an operand that matmul kernels compute themselves to the ratio of bytes read for it to its own bytes."""
+    """Maps an operand that kernels compute themselves to the ratio of bytes read for it to its own bytes."""
+
+    fetches: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """Maps rows that a gather does not store to the number of kernels that fetch them; no fusion reads them."""
 
     def itemsize(self, graph: OpGraph, buffer: tuple[int, int, int]) -> int:
         """Return the bytes of one element of a buffer (a triple of `buffers`) in its stored dtype."""
@@ -107,8 +110,10 @@ def analyse(
         traffic += _gpu_traffic(graph, analysis, relaid)
     if rules.fused_matmuls:
         traffic += (*transposed_stack_copies(graph), *tile_row_copies(graph))
+    fetches = _fetches(graph, analysis)
+    fusions = [dataclasses.replace(f, reads=tuple(t for t in f.reads if t not in fetches)) for f in analysis.fusions]
     return Liveness(
-        tuple(fuse_siblings(graph, analysis.fusions) if rules.fused_matmuls else analysis.fusions),
+        tuple(fuse_siblings(graph, fusions) if rules.fused_matmuls else fusions),
         analysis.materialised,
         tuple(sorted(buffers)),
         widths,
@@ -118,8 +123,16 @@ def analyse(
         tuple(traffic),
         analysis.stores,
         relaid,
-        fused_operand_ratios(graph, analysis),
+        fused_operand_ratios(graph, analysis, fetches),
+        fetches,
     )
+
+
+def _fetches(graph: OpGraph, analysis: FusionAnalysis) -> dict[int, int]:
+    """Return `Liveness.fetches`."""
+    rows = {graph.ops[gather].results[0] for gather in analysis.fused_gathers} - analysis.materialised
+    reads = [tensor for fusion in analysis.fusions for tensor in fusion.reads]
+    return {tensor: reads.count(tensor) for tensor in sorted(rows)}
 
 
 def _gpu_traffic(graph: OpGraph, analysis: FusionAnalysis, relaid: Collection[RelaidStack]) -> Iterator[ExtraTraffic]:

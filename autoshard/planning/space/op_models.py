@@ -32,37 +32,59 @@ FOLDED_OPS = frozenset(
 
 
 def _gathered(op: Op) -> tuple[Side, Side]:
-    """Return the results twice, as read and as written: a gather reads only the gathered rows of its table."""
-    _, results = sides(op)
-    return results, results
+    """Return the indices as read, and the results: the rows of the table that a gather reads are its `_moved_rows`."""
+    operands, results = sides(op)
+    return operands[1:], results
 
 
 def _scattered(op: Op) -> tuple[Side, Side]:
-    """Return the updates twice, as those of a table and of the rows that they are added to, and the results."""
+    """Return the indices and updates as read, and the results, which are filled before rows are added."""
     operands, results = sides(op)
-    return (*operands[2:], *operands[2:]), results
+    return operands[len(results) :], results
 
 
-def _in_bursts(work: OpWork, size: Seconds) -> Seconds:
-    """Return the bytes of a gather, which reads every slice in whole memory bursts and copies padded tables, [states].
+def _gathered_bytes(work: OpWork, size: Seconds) -> Seconds:
+    """Return the bytes of a gather, given those of its indices and results, [states]."""
+    return _relaid(work, size + _row_bytes(work, work.op.operands[0], work.op.results[0]))
 
-    `size` has the bytes of the rows read and written.
+
+def _scattered_bytes(work: OpWork, size: Seconds) -> Seconds:
+    """Return the bytes of a scatter, given those of its indices, updates and results, [states].
+
+    Rows are read and written, as XLA's `HloCostAnalysis` counts. TPU compilers sort the indices, and read the updates
+    row by row in that order.
     """
-    return _relaid(work, size + _burst_waste(work) if work.op.rule is not None else size)
+    op, updates = work.op, work.op.operands[-1]
+    rows = 2.0 * _row_bytes(work, op.results[0], updates)
+    if work.compute.topology.traits.tiled and op.rule is not None:
+        record = work.graph.tensors[updates]
+        local = local_elements(factor_states(work.states, op.rule.operands[-1]), record.shape, work.axes)
+        rows = rows + _row_bytes(work, updates, updates) - work.residency.streamed(updates, local * record.itemsize)
+    return _relaid(work, size + rows)
 
 
-def _burst_waste(work: OpWork) -> Seconds:
-    """Return the bytes that a gather reads in excess, since every slice is read in whole memory bursts, [states]."""
+def _row_bytes(work: OpWork, table: int, rows: int) -> Seconds:
+    """Return the bytes of one pass over rows of a table, each in whole bursts of main memory, [states].
+
+    Bytes on the chip count as `Residency.streamed` says, and have no bursts. The result is 0 for an op without a rule.
+
+    - `table`: tensor that contains the rows.
+    - `rows`: operand or result of a gather or scatter with one place for each row that is read or written.
+    """
     graph, op, states, axes = work.graph, work.op, work.states, work.axes
-    assert op.rule is not None
-    record = graph.tensors[op.results[0]]
-    itemsize = record.itemsize
-    copied_factors = {f for dim in op.rule.operands[0] for f in dim} & {f for dim in op.rule.results[0] for f in dim}
+    if op.rule is None:
+        return work.zeros
+    dims = dict(zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results), strict=True))
+    record, held = graph.tensors[rows], graph.tensors[table]
+    copied_factors = {f for dim in op.rule.operands[0] for f in dim} & {f for dim in dims[rows] for f in dim}
     sizes = [size if f in copied_factors else 1 for f, size in enumerate(op.rule.sizes)]
-    slice_bytes = local_elements(np.where(np.isin(states, list(copied_factors)), states, WHOLE), sizes, axes) * itemsize
-    local = local_elements(factor_states(states, op.rule.results[0]), record.shape, axes) * itemsize
+    row_states = np.where(np.isin(states, list(copied_factors)), states, WHOLE)
+    row = local_elements(row_states, sizes, axes) * record.itemsize
+    local = local_elements(factor_states(states, dims[rows]), record.shape, axes) * record.itemsize
+    whole = local_elements(factor_states(states, dims[table]), held.shape, axes) * held.itemsize
     burst = work.compute.burst_bytes
-    return local * (np.ceil(slice_bytes / burst) * burst / np.maximum(slice_bytes, 1.0) - 1.0)
+    near = work.residency.streamed(table, whole) / np.maximum(whole, 1.0)
+    return local * np.where(near < 1.0, near, np.ceil(row / burst) * burst / np.maximum(row, 1.0))
 
 
 def _relaid(work: OpWork, size: Seconds) -> Seconds:
@@ -170,7 +192,7 @@ def _dot_seconds(work: OpWork, size: Seconds, fused: Seconds) -> Seconds:
     assert op.rule is not None
     m, n, k, batch = _matmul_sizes(work)
     if is_sum(op.rule) and not compute.topology.traits.packs_blocks:
-        return streamed_seconds(work, size)
+        return streamed_seconds(work, size + fused)
     once = compute.dot_seconds(m, n, k, batch, work.dtype, size, fused)
     if not further:
         return once
@@ -224,8 +246,8 @@ def _convolution_efficiency(work: OpWork) -> Seconds | None:
 
 
 OP_MODELS: Mapping[str, OpModel] = {
-    "gather": OpModel(_gathered, _in_bursts, memory=_padded_memory),
-    "scatter": OpModel(_scattered, _relaid, memory=_padded_memory),
+    "gather": OpModel(_gathered, _gathered_bytes, memory=_padded_memory),
+    "scatter": OpModel(_scattered, _scattered_bytes, memory=_padded_memory),
     **dict.fromkeys(SORTS, OpModel(streamed=_sort_seconds, memory=_scratch_memory)),
     "reduce_window": OpModel(streamed=_cumulative_seconds, memory=_scratch_memory),
     "fft": OpModel(streamed=_fft_seconds),
@@ -246,15 +268,17 @@ def model_of(op: Op) -> OpModel:
 def heavy_seconds(work: OpWork) -> Seconds:
     """Return the roofline seconds of one execution, [states]: local matrix work against local memory traffic.
 
-    Ops that compilers fold into fusions (`FOLDED_OPS`) take none. An op without FLOPs or without a rule is priced by
-    `OpModel.streamed`. Scalars have no traffic.
+    Ops that compilers fold into fusions (`FOLDED_OPS`) take none. Gathers whose rows are not stored take what the
+    kernels that fetch the rows read. An op without FLOPs or without a rule is priced by `OpModel.streamed`. Scalars
+    have no traffic.
     """
     graph, op, residency, model = work.graph, work.op, work.residency, model_of(work.op)
     if op.kind in FOLDED_OPS:
         return work.zeros
+    fetches = residency.fetches.get(op.results[0], 0) if op.results else 0
     read, written = model.sides(op)
     size, fused = work.zeros, work.zeros
-    for number, (tensor, dims) in enumerate((*read, *written)):
+    for number, (tensor, dims) in enumerate((*read, *(() if fetches else written))):
         record = graph.tensors[tensor]
         if not record.shape:
             continue
@@ -270,4 +294,6 @@ def heavy_seconds(work: OpWork) -> Seconds:
         else:
             size = size + residency.stored_bytes(tensor, traffic)
     size = model.traffic(work, size)
-    return model.busy(work, size, fused) if op.flops and op.rule is not None else model.streamed(work, size)
+    if fetches:
+        return work.compute.memory_seconds(size * fetches)
+    return model.busy(work, size, fused) if op.flops and op.rule is not None else model.streamed(work, size + fused)
