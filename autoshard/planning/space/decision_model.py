@@ -50,7 +50,7 @@ class Residency:
         self.ratio = chip.vmem_over_hbm_bandwidth
         self.share = np.zeros(len(graph.tensors))
         """Largest share of each tensor that stays on the chip, [tensors]; 0 if it is always in main memory."""
-        room = chip.vmem_bytes // chip.cores_per_chip - RESERVED
+        self.room = room = chip.vmem_bytes // chip.cores_per_chip - RESERVED
         if room <= 0 or not self.ratio:
             return
         candidates = list(_candidates(graph, liveness))
