@@ -202,8 +202,7 @@ class Reader:
         return sum(self._used(computation, parameter.name, whole, 0))
 
     def _used(self, computation: Computation, name: str, whole: int, depth: int, made: bool = False) -> tuple[int, int]:
-        """Return the bytes of the value `name` that its users in a computation stream, at most `whole`, and the bytes of
-        the rows that they gather.
+        """Return the bytes of the value `name` that its users stream, at most `whole`, and of the rows that they gather.
 
         Slices count their results; in-place targets and returned values count nothing. Reshapes, nested fusions and ops
         that map or move elements are followed to `depth` 20. Any other user reads the whole. A row counts as often as

@@ -54,9 +54,9 @@ class FusionRules:
 
     A value that several kernels read is stored only if that moves fewer bytes. The last cast in a chain from a computed
     value is stored for the matmul that reads it. Gathers are parts of the kernels that read their rows, and some
-    kernels compute operands themselves (`_computed_inside`). Matmuls fuse their epilogues (`fuse_gpu_epilogues`). Elementwise
-    kernels overwrite operands that they read last. Constants that start a loop are written before it. `copied_slices`
-    and `relaid_stacks` add copies.
+    kernels compute operands themselves (`_computed_inside`). Matmuls fuse their epilogues (`fuse_gpu_epilogues`).
+    Elementwise kernels overwrite operands that they read last. Constants that start a loop are written before it.
+    `copied_slices` and `relaid_stacks` add copies.
     """
 
 
@@ -141,13 +141,18 @@ class FusionAnalysis:
 
 
 def begin_analysis(
-    graph: OpGraph, kept: Collection[int], updates: Mapping[int, int], rules: FusionRules
+    graph: OpGraph,
+    kept: Collection[int],
+    updates: Mapping[int, int],
+    rules: FusionRules,
+    scores: Collection[int] = (),
 ) -> FusionAnalysis:
     """Return the facts that no decision about stored values changes.
 
     - `kept`: arguments that are not donated.
     - `updates`: result by argument that it overwrites.
     - `rules`: the compiler's rules of fusion.
+    - `scores`: tensors of softmaxes between matmuls.
     """
     wide, loop_inputs = widened_values(graph), sliced_loop_inputs(graph)
     sizes = [t.elements * wide[t.id] if t.id in wide else t.bytes for t in graph.tensors]
@@ -174,7 +179,7 @@ def begin_analysis(
         consumers,
         frozenset(passing),
         frozenset(pinned),
-        _plain_matmuls(graph) if fused else frozenset(),
+        _plain_matmuls(graph) | _matmuls_of_stacks(graph, scores) if fused else frozenset(),
         frozenset(kernels),
         _computed_inside(graph, passing) if rules.gpu_kernels else {},
         _fused_gathers(graph, consumers) if rules.gpu_kernels else frozenset(),
@@ -186,9 +191,9 @@ def begin_analysis(
 def _computed_inside(graph: OpGraph, passing: Collection[int]) -> dict[int, frozenset[int]]:
     """Map the kernels that compute operands themselves to these operands, on GPUs.
 
-    Gathers compute their indices, and scatters their indices and updates. Dots that are sums (`is_sum`) become a product
-    and a reduction, which fetch gathered rows. An operand and the values of which it is only a wider form count. Seen
-    in the fusions of XLA's GPU compiler for segment sums and for experts by capacity.
+    Gathers compute their indices, and scatters their indices and updates. Dots that are sums (`is_sum`) become a
+    product and a reduction, which fetch gathered rows. An operand and the values of which it is only a wider form
+    count. Seen in the fusions of XLA's GPU compiler for segment sums and for experts by capacity.
     """
     inside: dict[int, frozenset[int]] = {}
     for op in graph.ops:
@@ -348,6 +353,27 @@ def _plain_matmuls(graph: OpGraph) -> frozenset[int]:
     """
     matmuls = (op for op in graph.ops if op.kind in ("dot_general", "convolution") and op.rule is not None)
     return matmuls_of_stages(graph).union(op.id for op in matmuls if not is_batched(op))
+
+
+def _matmuls_of_stacks(graph: OpGraph, scores: Collection[int]) -> frozenset[int]:
+    """Return ids of dots that multiply two stacks of matrices, such as those of experts.
+
+    Their one batch dim is the first of each side, both operands have dims of their own, and no side is in `scores`, the
+    values of softmaxes. TPU compilers compute the elementwise ops before and after such a dot in its kernel, as for a
+    dot without batch dims: the activation of experts, its gradient and the updates of their weights were seen there.
+    """
+    matmuls = set()
+    for op in graph.ops:
+        if op.kind != "dot_general" or op.rule is None or not set(scores).isdisjoint((*op.operands, *op.results)):
+            continue
+        left, right, out = (
+            {f for dim in dims for f in dim if op.rule.sizes[f] > 1} for dims in (*op.rule.operands, op.rule.results[0])
+        )
+        batch = left & right & out
+        leading = all(set(dims[0]) == batch for dims in (*op.rule.operands, op.rule.results[0]) if dims)
+        if len(batch) == 1 and leading and left - right and right - left:
+            matmuls.add(op.id)
+    return frozenset(matmuls)
 
 
 def matmuls_of_stages(graph: OpGraph) -> frozenset[int]:

@@ -82,7 +82,8 @@ def analyse(
       `Liveness.softmaxes`.
     """
     rules = rules or FusionRules()
-    analysis = store_values(graph, begin_analysis(graph, kept, updates or {}, rules))
+    scores = frozenset[int]().union(*(softmax.tensors for softmax in softmaxes))
+    analysis = store_values(graph, begin_analysis(graph, kept, updates or {}, rules, scores))
     if rules.fused_matmuls:
         analysis = fuse_epilogues(graph, analysis)
     elif rules.gpu_kernels:
@@ -90,8 +91,7 @@ def analyse(
     away = hosted(graph)
     buffers, copied, reserved = buffers_of(graph, analysis)
     buffers = (*buffers, *in_transit(graph, analysis.reach, away), *copied_stacks(graph, away))
-    away_or_apart = away.union(*(softmax.tensors for softmax in softmaxes))
-    buffers = tuple(buffer for buffer in buffers if buffer[0] not in away_or_apart)
+    buffers = tuple(buffer for buffer in buffers if buffer[0] not in away | scores)
     if rules.fused_matmuls:
         buffers += tuple(
             (t, graph.tensors[t].producer, graph.needed_until(t, last) + 1)

@@ -127,8 +127,8 @@ def collective_buffers(
     """Return (first op, end, bytes, kind, tensor) of the buffers that collectives occupy on one device.
 
     `steps` has the collectives of every reshard, in the order of `model.reshards`. Gathered and exchanged operands of
-    heavy ops have kind `gathered`, partial results of heavy ops before their sum `temporaries`. Both are extended where the compiler
-    combines collectives.
+    heavy ops have kind `gathered`, partial results of heavy ops before their sum `temporaries`. Both are extended where
+    the compiler combines collectives.
     """
     gathers: dict[_Group, list[_Buffered]] = defaultdict(list)
     sums: dict[_Group, list[_Buffered]] = defaultdict(list)
