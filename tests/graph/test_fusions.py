@@ -106,11 +106,16 @@ def test_tpus_compute_activations_inside_the_matmuls_that_take_them(fused: bool)
     assert stored and (set(stored) <= products) is fused
 
 
-def test_attention_finds_its_operands_stored_on_tpus_too() -> None:
+def test_products_of_stacks_compute_their_operands_on_tpus_and_attention_finds_them_stored() -> None:
+    """Expect one fusion of libtpu 0.0.52 (v5e) for the product of two stacks of matrices, the sine inside."""
+
     def fn(q: Any, k: Any) -> Any:
         return jnp.einsum("bsd,btd->bst", jnp.sin(q), k)
 
     graph = graph_of(fn, f32(2, 8, 4), f32(2, 8, 4))
+    assert len(analyse(graph, rules=TPU).fusions) == 1
+    assert ops(graph, "sine")[0].results[0] in analyse(graph).materialised
+    graph = graph_of(lambda q, k: jnp.einsum("bhsd,bhtd->bhst", jnp.sin(q), k), *[f32(2, 2, 8, 4)] * 2)
     assert ops(graph, "sine")[0].results[0] in analyse(graph, rules=TPU).materialised
 
 

@@ -358,9 +358,9 @@ def _plain_matmuls(graph: OpGraph) -> frozenset[int]:
 def _matmuls_of_stacks(graph: OpGraph, scores: Collection[int]) -> frozenset[int]:
     """Return ids of dots that multiply two stacks of matrices, such as those of experts.
 
-    Their one batch dim is the first of each side, both operands have dims of their own, and no side is in `scores`, the
-    values of softmaxes. TPU compilers compute the elementwise ops before and after such a dot in its kernel, as for a
-    dot without batch dims: the activation of experts, its gradient and the updates of their weights were seen there.
+    Their one batch dim is the first of each side, and both operands have dims of their own. Dots of `scores`, the values
+    of softmaxes, do not count. TPU compilers treat such a dot as one without batch dims. The activation of experts, its
+    gradient and the updates of their weights were seen in its kernel.
     """
     matmuls = set()
     for op in graph.ops:
