@@ -204,9 +204,9 @@ class Reader:
     def _used(self, computation: Computation, name: str, whole: int, depth: int, made: bool = False) -> tuple[int, int]:
         """Return the bytes of the value `name` that its users stream, and of the rows that they gather.
 
-        At most `whole` bytes are streamed. Slices count their results; in-place targets and returned values count nothing. Reshapes, nested fusions and ops
-        that map or move elements are followed to `depth` 20. Any other user reads the whole. A row counts as often as
-        it is gathered.
+        At most `whole` bytes are streamed. Slices count their results; in-place targets and returned values count
+        nothing. Reshapes, nested fusions and ops that map or move elements are followed to `depth` 20. Any other user
+        reads the whole. A row counts as often as it is gathered.
 
         - `made`: True for a value that the computation makes of the one in memory; returning it reads the whole.
         """

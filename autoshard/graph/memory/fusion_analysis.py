@@ -145,7 +145,7 @@ def begin_analysis(
     kept: Collection[int],
     updates: Mapping[int, int],
     rules: FusionRules,
-    scores: Collection[int] = (),
+    scores: frozenset[int] = frozenset(),
 ) -> FusionAnalysis:
     """Return the facts that no decision about stored values changes.
 
@@ -355,16 +355,16 @@ def _plain_matmuls(graph: OpGraph) -> frozenset[int]:
     return matmuls_of_stages(graph).union(op.id for op in matmuls if not is_batched(op))
 
 
-def _matmuls_of_stacks(graph: OpGraph, scores: Collection[int]) -> frozenset[int]:
+def _matmuls_of_stacks(graph: OpGraph, scores: frozenset[int]) -> frozenset[int]:
     """Return ids of dots that multiply two stacks of matrices, such as those of experts.
 
-    Their one batch dim is the first of each side, and both operands have dims of their own. Dots of `scores`, the values
-    of softmaxes, do not count. TPU compilers treat such a dot as one without batch dims. The activation of experts, its
-    gradient and the updates of their weights were seen in its kernel.
+    Their one batch dim is the first of each side, and both operands have dims of their own. Dots of `scores`, the
+    values of softmaxes, do not count. TPU compilers treat such a dot as one without batch dims. The activation of
+    experts, its gradient and the updates of their weights were seen in its kernel.
     """
     matmuls = set()
     for op in graph.ops:
-        if op.kind != "dot_general" or op.rule is None or not set(scores).isdisjoint((*op.operands, *op.results)):
+        if op.kind != "dot_general" or op.rule is None or not scores.isdisjoint((*op.operands, *op.results)):
             continue
         left, right, out = (
             {f for dim in dims for f in dim if op.rule.sizes[f] > 1} for dims in (*op.rule.operands, op.rule.results[0])
