@@ -37,7 +37,8 @@ def buffers_of(graph: OpGraph, analysis: FusionAnalysis) -> tuple[Buffers, tuple
             last[tensor] = end
     last |= dict.fromkeys(analysis.kept, end)
     _delay_updates(graph, analysis, start, last)
-    over = _written_over(graph, analysis, last) if analysis.rules.gpu_kernels else frozenset()
+    inplace = analysis.rules.gpu_kernels or analysis.rules.fused_matmuls
+    over = _written_over(graph, analysis, last) if inplace else frozenset()
     home, copied = _share_carried(graph, analysis, start, last)
     buffers, arguments = [], set(graph.arguments)
     for tensor in sorted(materialised):
