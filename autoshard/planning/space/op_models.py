@@ -44,8 +44,11 @@ def _scattered(op: Op) -> tuple[Side, Side]:
 
 
 def _gathered_bytes(work: OpWork, size: Seconds) -> Seconds:
-    """Return the bytes of a gather, given those of its indices and results, [states]."""
-    return _relaid(work, size + _row_bytes(work, work.op.operands[0], work.op.results[0]))
+    """Return the bytes of a gather, given those of its indices and results, [states].
+
+    TPU compilers write rows that are narrower than a register padded to it.
+    """
+    return _relaid(work, size + _row_bytes(work, work.op.operands[0], work.op.results[0]) + _padding_bytes(work))
 
 
 def _scattered_bytes(work: OpWork, size: Seconds) -> Seconds:
@@ -63,12 +66,38 @@ def _scattered_bytes(work: OpWork, size: Seconds) -> Seconds:
     return _relaid(work, size + rows)
 
 
+def _padding_bytes(work: OpWork) -> Seconds:
+    """Return the bytes that padding to registers adds to the rows that a gather writes, [states]; 0 off TPUs."""
+    graph, op = work.graph, work.op
+    if op.rule is None or not work.compute.topology.traits.tiled:
+        return work.zeros
+    record = graph.tensors[op.results[0]]
+    local = local_elements(factor_states(work.states, op.rule.results[0]), record.shape, work.axes) * record.itemsize
+    row, register = _local_row(work, op.rule.results[0]) * record.itemsize, float(LANES * record.itemsize)
+    return np.where(
+        row > record.itemsize, local * (np.ceil(row / register) * register / np.maximum(row, 1.0) - 1.0), 0.0
+    )
+
+
+def _local_row(work: OpWork, dims: tuple[tuple[int, ...], ...]) -> Seconds:
+    """Return the local elements of one row that a gather or scatter reads, [states].
+
+    - `dims`: factors of the dims of the tensor with a place for each row.
+    """
+    op, states = work.op, work.states
+    assert op.rule is not None
+    copied = {f for dim in op.rule.operands[0] for f in dim} & {f for dim in dims for f in dim}
+    sizes = [size if f in copied else 1 for f, size in enumerate(op.rule.sizes)]
+    return local_elements(np.where(np.isin(states, list(copied)), states, WHOLE), sizes, work.axes)
+
+
 def _row_bytes(work: OpWork, table: int, rows: int) -> Seconds:
     """Return the bytes of one pass over rows of a table, each in whole bursts of main memory, [states].
 
     A table that is on the chip has no bursts, and its bytes count as `Residency.streamed` says. TPU compilers bring a
     table there if it fits, with rows padded to whole registers, and if its rows are more bytes. Seen on v5e for experts
-    by capacity and for segment sums: tables of 16 MiB, but none of 128. The result is 0 for an op without a rule.
+    by capacity and for segment sums: tables of 16 and 64 MiB, but none of 128. The result is 0 for an op without a
+    rule.
 
     - `table`: tensor that contains the rows.
     - `rows`: operand or result of a gather or scatter with one place for each row that is read or written.
@@ -78,18 +107,16 @@ def _row_bytes(work: OpWork, table: int, rows: int) -> Seconds:
         return work.zeros
     dims = dict(zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results), strict=True))
     record, held = graph.tensors[rows], graph.tensors[table]
-    copied_factors = {f for dim in op.rule.operands[0] for f in dim} & {f for dim in dims[rows] for f in dim}
-    sizes = [size if f in copied_factors else 1 for f, size in enumerate(op.rule.sizes)]
-    row_states = np.where(np.isin(states, list(copied_factors)), states, WHOLE)
-    row = local_elements(row_states, sizes, axes) * record.itemsize
+    row = _local_row(work, dims[rows]) * record.itemsize
     local = local_elements(factor_states(states, dims[rows]), record.shape, axes) * record.itemsize
     whole = local_elements(factor_states(states, dims[table]), held.shape, axes) * held.itemsize
     residency, burst = work.residency, work.compute.burst_bytes
     near = residency.streamed(table, whole) / np.maximum(whole, 1.0)
     if residency.ratio:
         register = LANES * record.itemsize
-        held_bytes = whole * np.ceil(row / register) * register / np.maximum(row, 1.0)
-        near = np.where((held_bytes <= residency.room) & (local >= whole), 1.0 / residency.ratio, near)
+        padded = np.ceil(row / register) * register / np.maximum(row, 1.0)
+        brought = np.where(local >= whole, padded / residency.ratio, near)
+        near = np.where(whole * padded <= residency.room, brought, 1.0)
     return local * np.where(near < 1.0, near, np.ceil(row / burst) * burst / np.maximum(row, 1.0))
 
 
