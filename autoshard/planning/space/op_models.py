@@ -62,7 +62,10 @@ def _scattered_bytes(work: OpWork, size: Seconds) -> Seconds:
     if work.compute.topology.traits.tiled and op.rule is not None:
         record = work.graph.tensors[updates]
         local = local_elements(factor_states(work.states, op.rule.operands[-1]), record.shape, work.axes)
-        rows = rows + _row_bytes(work, updates, updates) - work.residency.streamed(updates, local * record.itemsize)
+        row, register = _local_row(work, op.rule.operands[-1]) * record.itemsize, float(LANES * record.itemsize)
+        bursts, registers = (np.ceil(row / least) * least for least in (work.compute.burst_bytes, register))
+        # The padding of rows to registers is part of the traffic of copies.
+        rows = rows + local * record.itemsize * np.maximum(bursts - registers, 0.0) / np.maximum(row, 1.0)
     return _relaid(work, size + rows)
 
 
