@@ -207,11 +207,16 @@ def test_tpus_compute_activations_inside_the_matmuls_that_take_them(fused: bool)
     assert stored and (set(stored) <= products) is fused
 
 
-def test_attention_finds_its_operands_stored_on_tpus_too() -> None:
+def test_products_of_stacks_compute_their_operands_on_tpus_and_attention_finds_them_stored() -> None:
+    """Expect one fusion of libtpu 0.0.52 (v5e) for the product of two stacks of matrices, the sine inside."""
+
     def fn(q: Any, k: Any) -> Any:
         return jnp.einsum("bsd,btd->bst", jnp.sin(q), k)
 
     graph = graph_of(fn, f32(2, 8, 4), f32(2, 8, 4))
+    assert len(analyse(graph, rules=TPU).fusions) == 1
+    assert ops(graph, "sine")[0].results[0] in analyse(graph).materialised
+    graph = graph_of(lambda q, k: jnp.einsum("bhsd,bhtd->bhst", jnp.sin(q), k), *[f32(2, 2, 8, 4)] * 2)
     assert ops(graph, "sine")[0].results[0] in analyse(graph, rules=TPU).materialised
 
 
@@ -240,3 +245,59 @@ def test_scores_are_stored_as_what_the_matmul_goes_on_to(masked: bool) -> None:
     product = ops(graph, "dot_general")[0].results[0]
     (buffer,) = (b for b in liveness.buffers if b[0] == product)
     assert liveness.itemsize(graph, buffer) == (4 if masked else 2)
+
+
+GPU = FusionRules(gpu_kernels=True, narrows_stacks=False)
+
+
+def test_on_gpus_scatters_fetch_the_rows_that_they_add() -> None:
+    """Keep messages of a graph's edges out of memory, as XLA's fusions `input_scatter_fusion` do (h100)."""
+
+    def nodes(x: Any, w: Any, senders: Any, receivers: Any) -> Any:
+        messages = jnp.where(senders[:, None] > 0, jax.nn.relu(x @ w)[senders], 0)
+        return jax.ops.segment_sum(messages, receivers, x.shape[0])
+
+    edges = jax.ShapeDtypeStruct((64,), jnp.int32)
+    graph = graph_of(nodes, f32(8, 16), f32(16, 16), edges, edges)
+    (gather,), (scatter,) = ops(graph, "gather"), ops(graph, "scatter")
+    liveness = analyse(graph, rules=GPU)
+    stored = {t for t in liveness.materialised if graph.tensors[t].shape[:1] == (64,)}
+    assert stored == set(graph.arguments[2:])
+    assert liveness.fetches == {gather.results[0]: 1}
+    table = gather.operands[0]
+    assert table in liveness.materialised and lifetimes(liveness)[table][1] == scatter.id + 1
+    assert (
+        gather.results[0] in analyse(graph).materialised and gather.results[0] in analyse(graph, rules=TPU).materialised
+    )
+
+
+def test_on_gpus_rows_that_another_kernel_reads_are_stored() -> None:
+    """Store rows for a matmul; two sums of products fetch them twice instead."""
+    ids = jax.ShapeDtypeStruct((64,), jnp.int32)
+    graph = graph_of(lambda x, i, w: x[i] @ w, f32(8, 16), ids, f32(16, 16))
+    liveness = analyse(graph, rules=GPU)
+    assert ops(graph, "gather")[0].results[0] in liveness.materialised and not liveness.fetches
+
+    def sums(x: Any, i: Any, w: Any) -> Any:
+        rows = x[i]
+        return jnp.einsum("ned,ne->nd", rows, w), jnp.einsum("ned,nd->ne", rows, rows[:, 0])
+
+    graph = graph_of(sums, f32(8, 16), jax.ShapeDtypeStruct((32, 4), jnp.int32), f32(32, 4))
+    liveness = analyse(graph, rules=GPU)
+    (gather,) = ops(graph, "gather")
+    assert gather.results[0] not in liveness.materialised and liveness.fetches[gather.results[0]] >= 2
+
+
+def test_on_gpus_zeros_live_from_the_first_scatter_into_them_to_the_last() -> None:
+    """Count zeros twice: XLA copies them for the first of two segment sums of one shape (h100)."""
+    ids = jax.ShapeDtypeStruct((64,), jnp.int32)
+
+    def twice(x: Any, i: Any, j: Any) -> Any:
+        first = jax.ops.segment_sum(x[i], j, 8)
+        return jax.ops.segment_sum(jnp.sin(first)[j], i, 8)
+
+    graph = graph_of(lambda *args: jnp.sum(twice(*args)), f32(8, 16), ids, ids)
+    first, last = ops(graph, "scatter")
+    lives = lifetimes(analyse(graph, rules=GPU))
+    assert lives[last.results[0]][0] == lives[first.results[0]][0] == first.id
+    assert lifetimes(analyse(graph))[last.results[0]][0] == last.id

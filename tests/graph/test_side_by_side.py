@@ -51,3 +51,28 @@ def test_nothing_but_results_is_stored_between_them() -> None:
 
     assert inner(fused=True) == ["dot_general"]
     assert sorted(inner(fused=False)) == ["dot_general", "tanh"]
+
+
+def test_matmuls_of_experts_compute_their_activations() -> None:
+    """Store only the dots of experts, as TPU compilers do, but the scores of attention as a kernel of its own."""
+
+    def experts(x: Any, up: Any, down: Any) -> Any:
+        return jnp.einsum("ecf,efd->ecd", jax.nn.gelu(jnp.einsum("ecd,edf->ecf", x, up)), down)
+
+    shapes = f32(STAGES, 8, WIDTH), f32(STAGES, WIDTH, INNER), f32(STAGES, INNER, WIDTH)
+    graph = graph_of(experts, *shapes)
+    wide = {fused: inner_values(graph, FusionRules(fused_matmuls=fused)) for fused in (True, False)}
+    assert wide[True] == ["dot_general"] and len(wide[False]) == 2
+
+    def heads(q: Any, k: Any) -> Any:
+        return jnp.tanh(jnp.einsum("bhsd,bhtd->bhst", q, k)) * 2
+
+    pair = f32(2, 2, 8, 4), f32(2, 2, 8, 4)
+    graph = graph_of(lambda q, k: jnp.einsum("bhst,bhtd->bhsd", heads(q, k), k), *pair)
+    assert len(analyse(graph, rules=FusionRules(fused_matmuls=True)).fusions) == 3
+
+
+def inner_values(graph: Any, rules: FusionRules) -> list[str]:
+    """Return the kinds of the ops whose stored results have the inner width of experts."""
+    stored = [graph.tensors[t] for t in analyse(graph, rules=rules).materialised]
+    return [graph.ops[t.producer].kind for t in stored if t.producer >= 0 and t.shape == (STAGES, 8, INNER)]

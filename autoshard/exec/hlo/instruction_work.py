@@ -80,8 +80,13 @@ class InstructionWork:
 class Reader:
     """Derivation of the work of each instruction of one module."""
 
-    def __init__(self, module: HloModule) -> None:
+    def __init__(self, module: HloModule, burst_bytes: int = 1) -> None:
+        """Read no instruction yet.
+
+        - `burst_bytes`: least bytes that one access to main memory moves.
+        """
         self.module = module
+        self.burst_bytes = burst_bytes
         self._inside: dict[str, tuple[tuple[Matmul, ...], float]] = {}
 
     def work(self, owner: Computation, op: Instruction) -> InstructionWork:
@@ -143,9 +148,9 @@ class Reader:
     def _traffic(self, owner: Computation, op: Instruction) -> tuple[int, int]:
         """Return the padded bytes that an instruction moves in main memory, and in other memory spaces.
 
-        Slices and gathers read only their result, in-place updates only write the update, and broadcasts read nothing.
-        Other operands are read whole, those of a fusion as `_read` finds. The space is that of the operand's or
-        result's first array.
+        Slices read only their result, in-place updates only write the update, and broadcasts read nothing. Gathers and
+        scatters move their rows (`_rows`). Other operands are read whole, those of a fusion as `_read` finds. The space
+        is that of the operand's or result's first array.
         """
         moved = [0, 0]
 
@@ -160,8 +165,10 @@ class Reader:
                 continue
             if inside is not None:
                 size = self._read(inside, number, sum(s.padded_bytes for s in source.shapes))
-            elif op.opcode in ("dynamic-slice", "slice", "gather") and number == 0:
+            elif op.opcode in ("dynamic-slice", "slice") and number == 0:
                 size = op.padded_bytes
+            elif op.opcode == "gather" and number == 0:
+                size = self._rows(owner, op)
             elif op.opcode in ("dynamic-update-slice", "scatter") and number == 0:
                 size = 0
             elif op.opcode == "broadcast":
@@ -173,8 +180,10 @@ class Reader:
         if inside is not None:
             for shape, size in zip(op.shapes, self._written(inside, op.shapes), strict=True):
                 count(shape, size)
-        elif op.opcode in ("dynamic-update-slice", "scatter"):
-            update = owner.by_name.get(op.operands[_UPDATE[op.opcode]])
+        elif op.opcode == "scatter":
+            count(op.shapes[0], 2 * self._rows(owner, op))
+        elif op.opcode == "dynamic-update-slice":
+            update = owner.by_name.get(op.operands[1])
             count(op.shapes[0], update.padded_bytes if update is not None else op.padded_bytes)
         else:
             for shape in op.shapes:
@@ -190,37 +199,70 @@ class Reader:
         parameter = computation.parameters.get(number)
         if parameter is None:
             return whole
-        return min(whole, self._used(computation, parameter.name, whole, 0))
+        return sum(self._used(computation, parameter.name, whole, 0))
 
-    def _used(self, computation: Computation, name: str, whole: int, depth: int) -> int:
-        """Return the bytes of the value `name` that its users in a computation read, at most `whole`.
+    def _used(self, computation: Computation, name: str, whole: int, depth: int, made: bool = False) -> tuple[int, int]:
+        """Return the bytes of the value `name` that its users stream, and of the rows that they gather.
 
-        Slices and gathers count their results; in-place targets and returned values count nothing. Reshapes and nested
-        fusions are followed to `depth` 20. Any other user reads the whole.
+        At most `whole` bytes are streamed. Slices count their results; in-place targets and returned values count
+        nothing. Reshapes, nested fusions and ops that map or move elements are followed to `depth` 20. Any other user
+        reads the whole. A row counts as often as it is gathered.
+
+        - `made`: True for a value that the computation makes of the one in memory; returning it reads the whole.
         """
-        total = 0
+        total, rows = (whole if made and computation.root.name == name else 0), 0
         for user in computation.users.get(name, ()):
             first = bool(user.operands) and user.operands[0] == name
-            if user.opcode in ("dynamic-slice", "slice", "gather") and first:
+            ends: list[tuple[Computation, str, bool]] = []
+            if user.opcode == "gather" and first:
+                rows += self._rows(computation, user)
+            elif user.opcode in ("dynamic-slice", "slice") and first:
                 total += user.padded_bytes
             elif user.opcode in ("dynamic-update-slice", "scatter") and first:
                 total += 0
             elif user.opcode in ("bitcast", "reshape") and depth < 20:
-                total += self._used(computation, user.name, whole, depth + 1)
+                ends.append((computation, user.name, made))
             elif user.opcode == "fusion" and depth < 20:
                 inner = self.module.computations.get(_called(user))
                 for number, operand in enumerate(user.operands):
                     if operand == name and inner is not None:
-                        total += self._read(inner, number, whole)
+                        parameter = inner.parameters.get(number)
+                        if parameter is None:
+                            total = whole
+                            continue
+                        ends.append((inner, parameter.name, False))
                         if _hands_on(inner, number):
-                            total += self._used(computation, user.name, whole, depth + 1)
-            elif user.opcode == "tuple":
+                            ends.append((computation, user.name, made))
+            elif _keeps_elements(computation, user, name) and depth < 20:
+                ends.append((computation, user.name, True))
+            elif user.opcode == "tuple" and not made:
                 total += 0  # returned unchanged
             else:
-                return whole
-            if total >= whole:
-                return whole
-        return total
+                total = whole
+            for there, value, computed in ends:
+                streamed, gathered = self._used(there, value, whole, depth + 1, computed)
+                total, rows = total + streamed, rows + gathered
+        return min(whole, total), rows
+
+    def _rows(self, computation: Computation, op: Instruction) -> int:
+        """Return the bytes of one pass over the rows that a gather or scatter touches in its table.
+
+        A gather reads its rows, and a scatter reads and writes them: `HloCostAnalysis` of XLA counts them so. Rows are
+        padded as the table is. In main memory each row takes whole bursts.
+        """
+        table, parts = computation.by_name.get(op.operands[0]), op
+        if op.opcode == "scatter":
+            parts = computation.by_name.get(op.operands[_UPDATE[op.opcode]])
+        if table is None or parts is None or not table.shapes or not parts.shapes:
+            return op.padded_bytes
+        dims = parts.shapes[0].dims
+        if op.opcode == "gather":
+            row = math.prod(_numbers(op.attribute("slice_sizes")))
+        else:
+            row = math.prod(dims[d] for d in _numbers(op.attribute("update_window_dims")))
+        own = table.padded_bytes * row / max(1, math.prod(table.shapes[0].dims))
+        burst = self.burst_bytes if op.shapes[0].space == 0 and table.shapes[0].space == 0 else 1
+        return math.prod(dims) // max(1, row) * math.ceil(own / burst) * burst
 
     def _written(self, computation: Computation, shapes: tuple[Shape, ...]) -> list[int]:
         """Return the bytes that a fused computation writes of each result: only the update if it writes in place.
@@ -232,12 +274,13 @@ class Reader:
         if len(roots) != len(shapes):
             return [shape.padded_bytes for shape in shapes]
         return [
-            min(shape.padded_bytes, self._update(computation, source)) if source is not None else shape.padded_bytes
+            self._update(computation, source) if source is not None else shape.padded_bytes
             for shape, source in zip(shapes, roots, strict=True)
         ]
 
     def _update(self, computation: Computation, op: Instruction) -> int:
         """Return the bytes written for a result `op` of a fused computation: only its updates if a parameter stores it.
+        The rows of a scatter are read too.
 
         A returned parameter writes 0 bytes, and any other value is written whole.
         """
@@ -246,8 +289,10 @@ class Reader:
         if op.opcode in ("dynamic-update-slice", "scatter") and len(op.shapes) == 1:
             updated, update = (computation.by_name.get(op.operands[n]) for n in (0, _UPDATE[op.opcode]))
             # A value that the fusion computes is written whole, and its updates again.
+            if updated is not None and op.opcode == "scatter":
+                return self._update(computation, updated) + 2 * self._rows(computation, op)
             if updated is not None and update is not None:
-                return self._update(computation, updated) + update.padded_bytes
+                return min(op.padded_bytes, self._update(computation, updated) + update.padded_bytes)
         if op.opcode == "parameter":
             return 0  # returned unchanged
         if op.opcode == "fusion":
@@ -255,6 +300,20 @@ class Reader:
             if inner is not None and inner.root.opcode != "tuple":
                 return self._update(inner, inner.root)
         return op.padded_bytes
+
+
+_MOVES = frozenset({"transpose", "copy", "reverse", "concatenate", "pad"})
+"""Opcodes that read an element of an operand once for each element of the result that is made of it."""
+_WHOLE = frozenset({"dot", "convolution", "custom-call", "scatter", "gather", "fusion", "sort"})
+"""Opcodes whose results may have the dims of an operand, but need more than one element of it for each."""
+
+
+def _keeps_elements(computation: Computation, op: Instruction, operand: str) -> bool:
+    """Return True if each element of an op's only result needs at most one element of an operand."""
+    source = computation.by_name.get(operand)
+    if source is None or len(op.shapes) != 1 or op.opcode in _WHOLE or op.called:
+        return False
+    return op.opcode in _MOVES or op.shapes[0].dims == source.shapes[0].dims
 
 
 def _hands_on(computation: Computation, number: int) -> bool:

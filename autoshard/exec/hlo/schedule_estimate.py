@@ -161,9 +161,9 @@ class _Simulator:
         self.module = module
         self.mesh = mesh
         self.layers = layers
-        self.reader = Reader(module)
         self.walk = Walk(module, mesh)
         self.compute = Compute(mesh.topology, calibration)
+        self.reader = Reader(module, self.compute.burst_bytes)
         self.routes: dict[tuple[object, ...], tuple[float, frozenset[str]]] = {}
         """Cache of `cost`."""
         self.cache: dict[str, Clock] = {}

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from autoshard.graph.extraction.opaque_rules import IN, OUT
 from autoshard.graph.extraction.rolls import ROTATE
+from autoshard.graph.flops import is_sum
 from autoshard.graph.memory.buffer_dtypes import widened_values
 from autoshard.graph.memory.host_transfers import TO_DEVICE
 from autoshard.graph.memory.stack_layouts import sliced_loop_inputs
@@ -52,7 +53,8 @@ class FusionRules:
     """True for the rules of XLA's GPU compiler.
 
     A value that several kernels read is stored only if that moves fewer bytes. The last cast in a chain from a computed
-    value is stored for the matmul that reads it. A rounded tanh is stored (`is_rounded_tanh`). Matmuls fuse their
+    value is stored for the matmul that reads it. A rounded tanh is stored (`is_rounded_tanh`). Gathers are parts of the
+    kernels that read their rows, and some kernels compute operands themselves (`_computed_inside`). Matmuls fuse their
     epilogues (`fuse_gpu_epilogues`), and some run late. Elementwise kernels overwrite operands that they read last.
     Constants that start a loop are written before it. `copied_slices` and `relaid_stacks` add copies.
     """
@@ -100,6 +102,10 @@ class FusionAnalysis:
     """Matmuls whose kernels compute the pointwise ops before and after them."""
     kernels: frozenset[int]
     """Ops that are separate kernels."""
+    inside: Mapping[int, frozenset[int]]
+    """Result of `_computed_inside`."""
+    fused_gathers: frozenset[int]
+    """Gathers whose rows the kernels that read them may fetch; they read their table as separate kernels do."""
     ends: Sequence[frozenset[int] | None] = ()
     """For each tensor the fusion-ending ops that its consumers lead to; None for more than `MANY`."""
     joins: Mapping[int, int] = dataclasses.field(default_factory=dict)
@@ -122,7 +128,12 @@ class FusionAnalysis:
 
         Such an op is a writer, a kernel of its own, or computes a pinned value.
         """
-        return op.kind in _WRITERS or op.id in self.kernels or not self.pinned.isdisjoint(op.results)
+        apart = op.id in self.kernels and op.id not in self.fused_gathers
+        return op.kind in _WRITERS or apart or not self.pinned.isdisjoint(op.results)
+
+    def reads_apart(self, op: Op, tensor: int) -> bool:
+        """Return True if an op is a separate kernel that reads the value `tensor` from memory."""
+        return op.id in self.kernels and tensor not in self.inside.get(op.id, ())
 
     def stored_sources(self, read: int) -> Collection[int]:
         """Return the stored values that a fusion reads: the stacks of which `read` is a slice, or `read` itself."""
@@ -130,13 +141,18 @@ class FusionAnalysis:
 
 
 def begin_analysis(
-    graph: OpGraph, kept: Collection[int], updates: Mapping[int, int], rules: FusionRules
+    graph: OpGraph,
+    kept: Collection[int],
+    updates: Mapping[int, int],
+    rules: FusionRules,
+    scores: frozenset[int] = frozenset(),
 ) -> FusionAnalysis:
     """Return the facts that no decision about stored values changes.
 
     - `kept`: arguments that are not donated.
     - `updates`: result by argument that it overwrites.
     - `rules`: the compiler's rules of fusion.
+    - `scores`: tensors of softmaxes between matmuls.
     """
     # GPU matmuls fuse no epilogue that widens their result.
     wide, loop_inputs = {} if rules.gpu_kernels else widened_values(graph), sliced_loop_inputs(graph)
@@ -164,11 +180,52 @@ def begin_analysis(
         consumers,
         frozenset(passing),
         frozenset(pinned),
-        _plain_matmuls(graph) if fused else frozenset(),
+        _plain_matmuls(graph) | _matmuls_of_stacks(graph, scores) if fused else frozenset(),
         frozenset(kernels),
+        _computed_inside(graph, passing) if rules.gpu_kernels else {},
+        _fused_gathers(graph, consumers) if rules.gpu_kernels else frozenset(),
     )
     joins = _joins(graph, consumers, {op.id for op in graph.ops if analysis.ends_fusion(op)}) if fused else {}
     return dataclasses.replace(analysis, ends=_ends_of(graph, analysis), joins=joins)
+
+
+def _computed_inside(graph: OpGraph, passing: Collection[int]) -> dict[int, frozenset[int]]:
+    """Map the kernels that compute operands themselves to these operands, on GPUs.
+
+    Gathers compute their indices, and scatters their indices and updates. Dots that are sums (`is_sum`) become a
+    product and a reduction, which fetch gathered rows. An operand and the values of which it is only a wider form
+    count. Seen in the fusions of XLA's GPU compiler for segment sums and for experts by capacity.
+    """
+    inside: dict[int, frozenset[int]] = {}
+    for op in graph.ops:
+        operands: Sequence[int] = ()
+        if op.kind == "gather":
+            operands = op.operands[1:]
+        elif op.kind == "scatter":
+            operands = op.operands[len(op.results) :]
+        is_dot = op.kind == "dot_general" and op.rule is not None and is_sum(op.rule)
+        values = set[int]()
+        for tensor in op.operands if is_dot else operands:
+            wider, maker = {tensor}, graph.maker(tensor)
+            while maker is not None and (maker.id in passing or _widens(graph, maker)):
+                wider.add(maker.operands[0])
+                maker = graph.maker(maker.operands[0])
+            if not is_dot or (maker is not None and maker.kind == "gather"):
+                values |= wider
+        if values:
+            inside[op.id] = frozenset(values)
+    return inside
+
+
+def _fused_gathers(graph: OpGraph, consumers: Sequence[Sequence[int]]) -> frozenset[int]:
+    """Return the gathers that all ops of their own block read, which is where kernels may fetch the rows."""
+    return frozenset(
+        op.id
+        for op in graph.ops
+        if op.kind == "gather"
+        and op.rule is not None
+        and all(graph.ops[user].loop == op.loop for user in consumers[op.results[0]])
+    )
 
 
 def _widens(graph: OpGraph, op: Op) -> bool:
@@ -254,7 +311,7 @@ def _ends_of(graph: OpGraph, analysis: FusionAnalysis) -> list[frozenset[int] | 
             ends: frozenset[int] | None = frozenset()
             for user in analysis.consumers[tensor]:
                 other = graph.ops[user]
-                apart = other.loop != op.loop or analysis.ends_fusion(other)
+                apart = other.loop != op.loop or analysis.ends_fusion(other) or analysis.reads_apart(other, tensor)
                 after = [frozenset((user,))] if apart else [ends_by_tensor[t] for t in other.results]
                 ends = None if ends is None or None in after else ends.union(*(e for e in after if e is not None))
                 if ends is None or len(ends) > MANY:
@@ -313,6 +370,27 @@ def _plain_matmuls(graph: OpGraph) -> frozenset[int]:
     """
     matmuls = (op for op in graph.ops if op.kind in ("dot_general", "convolution") and op.rule is not None)
     return matmuls_of_stages(graph).union(op.id for op in matmuls if not is_batched(op))
+
+
+def _matmuls_of_stacks(graph: OpGraph, scores: frozenset[int]) -> frozenset[int]:
+    """Return ids of dots that multiply two stacks of matrices, such as those of experts.
+
+    Their one batch dim is the first of each side, and both operands have dims of their own. Dots of `scores`, the
+    values of softmaxes, do not count. TPU compilers treat such a dot as one without batch dims. The activation of
+    experts, its gradient and the updates of their weights were seen in its kernel.
+    """
+    matmuls = set()
+    for op in graph.ops:
+        if op.kind != "dot_general" or op.rule is None or not scores.isdisjoint((*op.operands, *op.results)):
+            continue
+        left, right, out = (
+            {f for dim in dims for f in dim if op.rule.sizes[f] > 1} for dims in (*op.rule.operands, op.rule.results[0])
+        )
+        batch = left & right & out
+        leading = all(set(dims[0]) == batch for dims in (*op.rule.operands, op.rule.results[0]) if dims)
+        if len(batch) == 1 and leading and left - right and right - left:
+            matmuls.add(op.id)
+    return frozenset(matmuls)
 
 
 def matmuls_of_stages(graph: OpGraph) -> frozenset[int]:

@@ -22,6 +22,8 @@ def buffers_of(graph: OpGraph, analysis: FusionAnalysis) -> tuple[Buffers, tuple
     start = {t.id: (t.producer if t.producer >= 0 else 0) for t in graph.tensors}
     for source, tensor in analysis.stores.items():
         start[tensor] = graph.tensors[source].producer  # it is written while the matmul runs
+    if analysis.rules.gpu_kernels:
+        start |= _shared_fills(graph)
     last = dict.fromkeys(materialised, -1)
     for fusion in analysis.fusions:
         for read in fusion.reads:
@@ -37,7 +39,8 @@ def buffers_of(graph: OpGraph, analysis: FusionAnalysis) -> tuple[Buffers, tuple
             last[tensor] = end
     last |= dict.fromkeys(analysis.kept, end)
     _delay_updates(graph, analysis, start, last)
-    over = _written_over(graph, analysis, last) if analysis.rules.gpu_kernels else frozenset()
+    inplace = analysis.rules.gpu_kernels or analysis.rules.fused_matmuls
+    over = _written_over(graph, analysis, last) if inplace else frozenset()
     home, copied = _share_carried(graph, analysis, start, last)
     buffers, arguments = [], set(graph.arguments)
     for tensor in sorted(materialised):
@@ -104,6 +107,23 @@ def _is_rewritten(op: Op) -> bool:
     left, right = ({factor for dim in dims for factor in dim} for dims in op.rule.operands[:2])
     contracted = (left & right) - {factor for dim in op.rule.results[0] for factor in dim}
     return is_batched(op) or len(contracted) > 1
+
+
+def _shared_fills(graph: OpGraph) -> dict[int, int]:
+    """Map the result of the last of several scatters into one generated value to the first of them.
+
+    XLA's GPU compiler makes the value, such as zeros, once for all scatters of one shape. Each but the last adds its
+    rows to a copy, so that the value is live from the first to the last. Seen in segment sums of several layers.
+    """
+    first: dict[object, int] = {}
+    last: dict[object, int] = {}
+    for op in graph.ops:
+        if op.kind == "scatter" and len(op.results) == 1 and op.operands[0] in graph.generated:
+            record = graph.tensors[op.results[0]]
+            key = (record.shape, record.dtype, op.loop)
+            first.setdefault(key, op.id)
+            last[key] = op.results[0]
+    return {result: first[key] for key, result in last.items()}
 
 
 def _written_over(graph: OpGraph, analysis: FusionAnalysis, last: Mapping[int, int]) -> frozenset[int]:

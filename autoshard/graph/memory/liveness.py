@@ -57,7 +57,10 @@ class Liveness:
     relaid_rows: tuple[tuple[int, int, int], ...] = ()
     """Live ranges of the values that exist only where their outermost dim is long (see `relaid_values`)."""
     fused_operand_ratios: Mapping[int, float] = dataclasses.field(default_factory=dict)
-    """Maps an operand that matmul kernels compute themselves to the ratio of bytes read for it to its own bytes."""
+    """Maps an operand that kernels compute themselves to the ratio of bytes read for it to its own bytes."""
+
+    fetches: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """Maps rows that a gather does not store to the number of kernels that fetch them; no fusion reads them."""
 
     def itemsize(self, graph: OpGraph, buffer: tuple[int, int, int]) -> int:
         """Return the bytes of one element of a buffer (a triple of `buffers`) in its stored dtype."""
@@ -82,7 +85,8 @@ def analyse(
       `Liveness.softmaxes`.
     """
     rules = rules or FusionRules()
-    analysis = store_values(graph, begin_analysis(graph, kept, updates or {}, rules))
+    scores = frozenset[int]().union(*(softmax.tensors for softmax in softmaxes))
+    analysis = store_values(graph, begin_analysis(graph, kept, updates or {}, rules, scores))
     if rules.fused_matmuls:
         analysis = fuse_epilogues(graph, analysis)
     elif rules.gpu_kernels:
@@ -90,8 +94,7 @@ def analyse(
     away = hosted(graph)
     buffers, copied, reserved = buffers_of(graph, analysis)
     buffers = (*buffers, *in_transit(graph, analysis.reach, away), *copied_stacks(graph, away))
-    away_or_apart = away.union(*(softmax.tensors for softmax in softmaxes))
-    buffers = tuple(buffer for buffer in buffers if buffer[0] not in away_or_apart)
+    buffers = tuple(buffer for buffer in buffers if buffer[0] not in away | scores)
     if rules.fused_matmuls:
         buffers += tuple(
             (t, graph.tensors[t].producer, graph.needed_until(t, last) + 1)
@@ -113,8 +116,10 @@ def analyse(
         wide = tuple(widened_tables(graph, analysis.materialised))
         buffers += wide
         traffic += (ExtraTraffic(tensor, graph.tensors[tensor].loop, 1) for tensor, _, _ in wide)
+    fetches = _fetches(graph, analysis)
+    fusions = [dataclasses.replace(f, reads=tuple(t for t in f.reads if t not in fetches)) for f in analysis.fusions]
     return Liveness(
-        tuple(fuse_siblings(graph, analysis.fusions) if rules.fused_matmuls else analysis.fusions),
+        tuple(fuse_siblings(graph, fusions) if rules.fused_matmuls else fusions),
         analysis.materialised,
         tuple(sorted(buffers)),
         widths,
@@ -125,8 +130,16 @@ def analyse(
         analysis.stores,
         relaid,
         tuple(sorted({*relaid_values(graph, analysis)})) if rules.fused_matmuls else (),
-        fused_operand_ratios(graph, analysis),
+        fused_operand_ratios(graph, analysis, fetches),
+        fetches,
     )
+
+
+def _fetches(graph: OpGraph, analysis: FusionAnalysis) -> dict[int, int]:
+    """Return `Liveness.fetches`."""
+    rows = {graph.ops[gather].results[0] for gather in analysis.fused_gathers} - analysis.materialised
+    reads = [tensor for fusion in analysis.fusions for tensor in fusion.reads]
+    return {tensor: reads.count(tensor) for tensor in sorted(rows)}
 
 
 def _gpu_traffic(graph: OpGraph, analysis: FusionAnalysis, relaid: Collection[RelaidStack]) -> Iterator[ExtraTraffic]:

@@ -43,8 +43,8 @@ _WIDE = 4
 def store_values(graph: OpGraph, analysis: FusionAnalysis) -> FusionAnalysis:
     """Return the analysis with `materialised`, `fusions`, `reach`, `bases` and `overwritten` filled in.
 
-    Values without a producer are stored. A layer's slice, and a slice of one stored value, count as a part of it. An
-    update in place moves only the inserted slice.
+    Values without a producer are stored. A layer's slice, a slice of one stored value, and gathered rows that are not
+    stored, count as a part of it. An update in place moves only the inserted slice.
     """
     deciding = _StoreDecision(graph, analysis, _latest_makers(graph))
     materialised = {tensor.id for tensor in graph.tensors if tensor.producer < 0}
@@ -70,14 +70,21 @@ def store_values(graph: OpGraph, analysis: FusionAnalysis) -> FusionAnalysis:
         sources = op.operands[1:2] if in_place else op.operands
         reads = frozenset().union(*(reach.get(t, frozenset()) for t in sources))
         writes = []
+        # A kernel that fetches the rows reads them, and the indices, but not the whole table.
+        fetched = frozenset(op.results).union(*(reach.get(t, frozenset()) for t in op.operands[1:]))
+        gathers = op.id in analysis.fused_gathers
         for tensor in op.results:
-            if tensor not in analysis.joins and deciding.is_stored(op, tensor, reads):
+            if tensor not in analysis.joins and deciding.is_stored(op, tensor, fetched if gathers else reads):
                 materialised.add(tensor)
                 reach[tensor] = frozenset((tensor,))
                 writes.append(tensor)
             elif op.kind == "slice" and reads == frozenset(op.operands):
                 bases[tensor] = frozenset().union(*(bases.get(t, (t,)) for t in reads))
                 reach[tensor] = frozenset((tensor,))
+            elif gathers:
+                table = reach.get(op.operands[0], frozenset())
+                bases[tensor] = frozenset().union(*(bases.get(t, (t,)) for t in table))
+                reach[tensor] = fetched
             else:
                 reach[tensor] = reads
         if writes:
@@ -149,7 +156,10 @@ class _StoreDecision:
             return True  # otherwise it goes to the host as the stack's slice
         if rules.fused_matmuls and self._is_rounded_and_summed(tensor):
             return False
-        apart = any(u in self.analysis.kernels and not self._inside(op, u) for u in self._readers(tensor))
+        apart = any(
+            self.analysis.reads_apart(self.graph.ops[user], read) and not self._inside(op, user)
+            for user, read in self._readers(tensor)
+        )
         if rules.fused_matmuls and sum(self.graph.ops[u].kind in _PARTS for u in users) > 1:
             apart = True  # inside their kernel it would be computed once for every part
         if apart and op.op_class is not OpClass.LAYER:
@@ -185,13 +195,17 @@ class _StoreDecision:
             and any(tensor in self.graph.generated for tensor in op.operands)
         )
 
-    def _readers(self, tensor: int) -> list[int]:
-        """Return the ids of the ops that read a value, also on load after a maximum (`_rectifies`)."""
-        users = list(self.analysis.consumers[tensor])
+    def _readers(self, tensor: int) -> list[tuple[int, int]]:
+        """Return the ops, by id, that read a value, each with the tensor that it reads.
+
+        Ops that read its maximum on load (`_rectifies`) are among them.
+        """
+        readers = [(user, tensor) for user in self.analysis.consumers[tensor]]
         for user in self.analysis.consumers[tensor]:
             if self._rectifies(self.graph.ops[user]):
-                users += self.analysis.consumers[self.graph.ops[user].results[0]]
-        return users
+                result = self.graph.ops[user].results[0]
+                readers += ((each, result) for each in self.analysis.consumers[result])
+        return readers
 
     def _source(self, tensor: int) -> int:
         """Return the value at the start of the chain of casts and layout ops that ends with `tensor`; matmuls apply
@@ -346,13 +360,20 @@ class _StoreDecision:
         return values if len(values) <= MOST_MADE else set()
 
 
-def fused_operand_ratios(graph: OpGraph, analysis: FusionAnalysis) -> dict[int, float]:
-    """Return `Liveness.fused_operand_ratios`, all above 1, by operand.
+def fused_operand_ratios(graph: OpGraph, analysis: FusionAnalysis, fetched: Collection[int] = ()) -> dict[int, float]:
+    """Return `Liveness.fused_operand_ratios` by operand.
 
-    An example is a gated activation: its matmul reads two values for one operand. Weights (arguments and slices of
-    stacks) are left out: they are converted and gathered beforehand. So are operands computed from another block.
+    An example is a gated activation: its matmul reads two values for one operand. On TPUs only ratios above 1 count.
+    Weights (arguments and slices of stacks) are left out: they are converted and gathered beforehand. So are operands
+    computed from another block. Kernels on GPUs read what their operands are computed from, be it more or less, and
+    rows (`fetched`) that their gather is charged for.
     """
     ratios = {}
+    for op_id, values in analysis.inside.items():
+        for tensor in values.intersection(graph.ops[op_id].operands):
+            if tensor not in analysis.materialised and graph.tensors[tensor].bytes:
+                read = sum(analysis.sizes[t] for t in analysis.reach.get(tensor, ()) if t not in fetched)
+                ratios[tensor] = read / graph.tensors[tensor].bytes
     for op_id in analysis.matmuls:
         op = graph.ops[op_id]
         for tensor in op.operands:

@@ -126,17 +126,19 @@ def collective_buffers(
 ) -> list[tuple[int, int, int, str, int]]:
     """Return (first op, end, bytes, kind, tensor) of the buffers that collectives occupy on one device.
 
-    `steps` has the collectives of every reshard, in the order of `model.reshards`. Gathered operands of heavy ops have
-    kind `gathered`, partial results of heavy ops before their sum `temporaries`. Both are extended where the compiler
-    combines collectives.
+    `steps` has the collectives of every reshard, in the order of `model.reshards`. Gathered and exchanged operands of
+    heavy ops have kind `gathered`, partial results of heavy ops before their sum `temporaries`. Both are extended where
+    the compiler combines collectives.
     """
     gathers: dict[_Group, list[_Buffered]] = defaultdict(list)
     sums: dict[_Group, list[_Buffered]] = defaultdict(list)
     users = _users(model)
     for number, reshard in enumerate(model.reshards):
         kinds = {kind: axes for kind, axes, *_ in steps[number]}
-        if "all-gather" in kinds and (held := _gathered(model, reshard, choices, users)) is not None:
-            gathers["all-gather", kinds["all-gather"], reshard.block].append(held)
+        kind = next((kind for kind in ("all-gather", "all-to-all") if kind in kinds), None)
+        if kind is not None and (held := _gathered(model, reshard, choices, users)) is not None:
+            # Exchanges are not combined, so each is a group of its own.
+            gathers[kind, kinds[kind], reshard.block if kind == "all-gather" else -2 - number].append(held)
         kind = next((kind for kind in ("reduce-scatter", "all-reduce") if kind in kinds), None)
         if kind is not None and model.nodes[reshard.source].kind == "op":
             sums[kind, kinds[kind], reshard.block].append(_unsummed(model, reshard, choices))
@@ -159,7 +161,7 @@ def _users(model: Model) -> dict[tuple[int, int], list[int]]:
 def _gathered(
     model: Model, reshard: Reshard, choices: NDArray[np.int64], users: Mapping[tuple[int, int], list[int]]
 ) -> _Buffered | None:
-    """Return the buffer of a gathered operand of a heavy op, or of a copy for several ops.
+    """Return the buffer of a gathered or exchanged operand of a heavy op, or of a copy for several ops.
 
     It lasts from the first to the last user, or for the whole outermost loop that does not change the tensor. None if
     the target is a cluster, or a copy node that has a memory term of its own.

@@ -284,7 +284,7 @@ def _events(buffers: Sequence[LiveBuffer]) -> list[tuple[int, int, str]]:
 
 def live_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
     """Return every buffer on one device, with results allocated from the start where the backend does so, and with its
-    collective buffers.
+    collective buffers; on TPUs these are only the tables that gathers read.
     """
     buffers = solved_buffers(model, choices)
     if model.mesh.topology.backend == "tpu":
@@ -296,10 +296,20 @@ def live_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
         buffers += [*gathered_copies(model, choices, steps_to_copies), *_relaid_rows(model, choices)]
     if model.liveness.reserved:
         buffers = reserve(model.graph, buffers, model.liveness.reserved)
-    if not model.mesh.topology.traits.separate_collective_buffers:
+    traits = model.mesh.topology.traits
+    if not traits.separate_collective_buffers and not traits.tiled:
         return buffers
-    steps = [reshard_time(model, reshard, choices).steps for reshard in model.reshards]
-    return [*buffers, *(LiveBuffer(*each) for each in collective_buffers(model, choices, steps))]
+
+    def has_buffer(reshard: Reshard) -> bool:
+        """Return True for all reshards on GPUs, and on TPUs for those of tables that gathers read."""
+        table = reshard.op >= 0 and model.graph.ops[reshard.op].kind == "gather"
+        return traits.separate_collective_buffers or table
+
+    steps = [reshard_time(model, each, choices).steps if has_buffer(each) else () for each in model.reshards]
+    # TPU compilers gather a table onto the chip if it fits there.
+    least = 0 if traits.separate_collective_buffers else model.residency.room
+    held = (LiveBuffer(*each) for each in collective_buffers(model, choices, steps))
+    return [*buffers, *(each for each in held if each.size > least)]
 
 
 def _relaid_rows(model: Model, choices: NDArray[np.int64]) -> Iterator[LiveBuffer]:

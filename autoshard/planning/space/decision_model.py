@@ -42,6 +42,7 @@ class Residency:
         """Compute `share` of every tensor; all are 0 for a chip without on-chip memory beyond `RESERVED`."""
         self.graph = graph
         self.taken_over_own = liveness.fused_operand_ratios
+        self.fetches = liveness.fetches
         self.stored_over_own = {
             source: graph.tensors[tensor].bytes / graph.tensors[source].bytes
             for source, tensor in liveness.stores.items()
@@ -49,7 +50,7 @@ class Residency:
         self.ratio = chip.vmem_over_hbm_bandwidth
         self.share = np.zeros(len(graph.tensors))
         """Largest share of each tensor that stays on the chip, [tensors]; 0 if it is always in main memory."""
-        room = chip.vmem_bytes // chip.cores_per_chip - RESERVED
+        self.room = room = chip.vmem_bytes // chip.cores_per_chip - RESERVED
         if room <= 0 or not self.ratio:
             return
         candidates = list(_candidates(graph, liveness))
@@ -97,9 +98,10 @@ class Residency:
         return np.where(local <= self.share[tensor] * self.graph.tensors[tensor].bytes, local / self.ratio, local)
 
     def fused_operand_bytes(self, tensor: int, local_bytes: ArrayLike) -> NDArray[np.float64]:
-        """Return the `streamed` bytes, beyond its operand's own, that a matmul reads to compute a fused operand.
+        """Return the `streamed` bytes, beyond its operand's own, that a kernel reads to compute a fused operand.
 
-        `local_bytes` is the size of the operand's shard. The result is 0 for an operand without fused ops.
+        `local_bytes` is the size of the operand's shard. The result is 0 for an operand without fused ops, and below 0
+        for one that is computed from fewer bytes.
         """
         return self.streamed(tensor, local_bytes) * (self.taken_over_own.get(tensor, 1.0) - 1.0)
 

@@ -32,37 +32,95 @@ FOLDED_OPS = frozenset(
 
 
 def _gathered(op: Op) -> tuple[Side, Side]:
-    """Return the results twice, as read and as written: a gather reads only the gathered rows of its table."""
-    _, results = sides(op)
-    return results, results
+    """Return the indices as read, and the results: the rows of the table that a gather reads are its `_moved_rows`."""
+    operands, results = sides(op)
+    return operands[1:], results
 
 
 def _scattered(op: Op) -> tuple[Side, Side]:
-    """Return the updates twice, as those of a table and of the rows that they are added to, and the results."""
+    """Return the indices and updates as read, and the results, which are filled before rows are added."""
     operands, results = sides(op)
-    return (*operands[2:], *operands[2:]), results
+    return operands[len(results) :], results
 
 
-def _in_bursts(work: OpWork, size: Seconds) -> Seconds:
-    """Return the bytes of a gather, which reads every slice in whole memory bursts and copies padded tables, [states].
+def _gathered_bytes(work: OpWork, size: Seconds) -> Seconds:
+    """Return the bytes of a gather, given those of its indices and results, [states].
 
-    `size` has the bytes of the rows read and written.
+    TPU compilers write rows that are narrower than a register padded to it.
     """
-    return _relaid(work, size + _burst_waste(work) if work.op.rule is not None else size)
+    return _relaid(work, size + _row_bytes(work, work.op.operands[0], work.op.results[0]) + _padding_bytes(work))
 
 
-def _burst_waste(work: OpWork) -> Seconds:
-    """Return the bytes that a gather reads in excess, since every slice is read in whole memory bursts, [states]."""
-    graph, op, states, axes = work.graph, work.op, work.states, work.axes
-    assert op.rule is not None
+def _scattered_bytes(work: OpWork, size: Seconds) -> Seconds:
+    """Return the bytes of a scatter, given those of its indices, updates and results, [states].
+
+    Rows are read and written, as XLA's `HloCostAnalysis` counts. TPU compilers sort the indices, and read the updates
+    row by row in that order.
+    """
+    op, updates = work.op, work.op.operands[-1]
+    rows = 2.0 * _row_bytes(work, op.results[0], updates)
+    if work.compute.topology.traits.tiled and op.rule is not None:
+        record = work.graph.tensors[updates]
+        local = local_elements(factor_states(work.states, op.rule.operands[-1]), record.shape, work.axes)
+        row, register = _local_row(work, op.rule.operands[-1]) * record.itemsize, float(LANES * record.itemsize)
+        bursts, registers = (np.ceil(row / least) * least for least in (work.compute.burst_bytes, register))
+        # The padding of rows to registers is part of the traffic of copies.
+        rows = rows + local * record.itemsize * np.maximum(bursts - registers, 0.0) / np.maximum(row, 1.0)
+    return _relaid(work, size + rows)
+
+
+def _padding_bytes(work: OpWork) -> Seconds:
+    """Return the bytes that padding to registers adds to the rows that a gather writes, [states]; 0 off TPUs."""
+    graph, op = work.graph, work.op
+    if op.rule is None or not work.compute.topology.traits.tiled:
+        return work.zeros
     record = graph.tensors[op.results[0]]
-    itemsize = record.itemsize
-    copied_factors = {f for dim in op.rule.operands[0] for f in dim} & {f for dim in op.rule.results[0] for f in dim}
-    sizes = [size if f in copied_factors else 1 for f, size in enumerate(op.rule.sizes)]
-    slice_bytes = local_elements(np.where(np.isin(states, list(copied_factors)), states, WHOLE), sizes, axes) * itemsize
-    local = local_elements(factor_states(states, op.rule.results[0]), record.shape, axes) * itemsize
-    burst = work.compute.burst_bytes
-    return local * (np.ceil(slice_bytes / burst) * burst / np.maximum(slice_bytes, 1.0) - 1.0)
+    local = local_elements(factor_states(work.states, op.rule.results[0]), record.shape, work.axes) * record.itemsize
+    row, register = _local_row(work, op.rule.results[0]) * record.itemsize, float(LANES * record.itemsize)
+    return np.where(
+        row > record.itemsize, local * (np.ceil(row / register) * register / np.maximum(row, 1.0) - 1.0), 0.0
+    )
+
+
+def _local_row(work: OpWork, dims: tuple[tuple[int, ...], ...]) -> Seconds:
+    """Return the local elements of one row that a gather or scatter reads, [states].
+
+    - `dims`: factors of the dims of the tensor with a place for each row.
+    """
+    op, states = work.op, work.states
+    assert op.rule is not None
+    copied = {f for dim in op.rule.operands[0] for f in dim} & {f for dim in dims for f in dim}
+    sizes = [size if f in copied else 1 for f, size in enumerate(op.rule.sizes)]
+    return local_elements(np.where(np.isin(states, list(copied)), states, WHOLE), sizes, work.axes)
+
+
+def _row_bytes(work: OpWork, table: int, rows: int) -> Seconds:
+    """Return the bytes of one pass over rows of a table, each in whole bursts of main memory, [states].
+
+    A table that is on the chip has no bursts, and its bytes count as `Residency.streamed` says. TPU compilers bring a
+    table there if it fits, with rows padded to whole registers, and if its rows are more bytes. Seen on v5e for experts
+    by capacity and for segment sums: tables of 16 and 64 MiB, but none of 128. The result is 0 for an op without a
+    rule.
+
+    - `table`: tensor that contains the rows.
+    - `rows`: operand or result of a gather or scatter with one place for each row that is read or written.
+    """
+    graph, op, states, axes = work.graph, work.op, work.states, work.axes
+    if op.rule is None:
+        return work.zeros
+    dims = dict(zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results), strict=True))
+    record, held = graph.tensors[rows], graph.tensors[table]
+    row = _local_row(work, dims[rows]) * record.itemsize
+    local = local_elements(factor_states(states, dims[rows]), record.shape, axes) * record.itemsize
+    whole = local_elements(factor_states(states, dims[table]), held.shape, axes) * held.itemsize
+    residency, burst = work.residency, work.compute.burst_bytes
+    near = residency.streamed(table, whole) / np.maximum(whole, 1.0)
+    if residency.ratio:
+        register = LANES * record.itemsize
+        padded = np.ceil(row / register) * register / np.maximum(row, 1.0)
+        brought = np.where(local >= whole, padded / residency.ratio, near)
+        near = np.where(whole * padded <= residency.room, brought, 1.0)
+    return local * np.where(near < 1.0, near, np.ceil(row / burst) * burst / np.maximum(row, 1.0))
 
 
 def _relaid(work: OpWork, size: Seconds) -> Seconds:
@@ -170,7 +228,7 @@ def _dot_seconds(work: OpWork, size: Seconds, fused: Seconds) -> Seconds:
     assert op.rule is not None
     m, n, k, batch = _matmul_sizes(work)
     if is_sum(op.rule) and not compute.topology.traits.packs_blocks:
-        return streamed_seconds(work, size)
+        return streamed_seconds(work, size + fused)
     once = compute.dot_seconds(m, n, k, batch, work.dtype, size, fused)
     if not further:
         return once
@@ -224,8 +282,8 @@ def _convolution_efficiency(work: OpWork) -> Seconds | None:
 
 
 OP_MODELS: Mapping[str, OpModel] = {
-    "gather": OpModel(_gathered, _in_bursts, memory=_padded_memory),
-    "scatter": OpModel(_scattered, _relaid, memory=_padded_memory),
+    "gather": OpModel(_gathered, _gathered_bytes, memory=_padded_memory),
+    "scatter": OpModel(_scattered, _scattered_bytes, memory=_padded_memory),
     **dict.fromkeys(SORTS, OpModel(streamed=_sort_seconds, memory=_scratch_memory)),
     "reduce_window": OpModel(streamed=_cumulative_seconds, memory=_scratch_memory),
     "fft": OpModel(streamed=_fft_seconds),
@@ -246,15 +304,17 @@ def model_of(op: Op) -> OpModel:
 def heavy_seconds(work: OpWork) -> Seconds:
     """Return the roofline seconds of one execution, [states]: local matrix work against local memory traffic.
 
-    Ops that compilers fold into fusions (`FOLDED_OPS`) take none. An op without FLOPs or without a rule is priced by
-    `OpModel.streamed`. Scalars have no traffic.
+    Ops that compilers fold into fusions (`FOLDED_OPS`) take none. Gathers whose rows are not stored take what the
+    kernels that fetch the rows read. An op without FLOPs or without a rule is priced by `OpModel.streamed`. Scalars
+    have no traffic.
     """
     graph, op, residency, model = work.graph, work.op, work.residency, model_of(work.op)
     if op.kind in FOLDED_OPS:
         return work.zeros
+    fetches = residency.fetches.get(op.results[0], 0) if op.results else 0
     read, written = model.sides(op)
     size, fused = work.zeros, work.zeros
-    for number, (tensor, dims) in enumerate((*read, *written)):
+    for number, (tensor, dims) in enumerate((*read, *(() if fetches else written))):
         record = graph.tensors[tensor]
         if not record.shape:
             continue
@@ -270,4 +330,6 @@ def heavy_seconds(work: OpWork) -> Seconds:
         else:
             size = size + residency.stored_bytes(tensor, traffic)
     size = model.traffic(work, size)
-    return model.busy(work, size, fused) if op.flops and op.rule is not None else model.streamed(work, size)
+    if fetches:
+        return work.compute.memory_seconds(size * fetches)
+    return model.busy(work, size, fused) if op.flops and op.rule is not None else model.streamed(work, size + fused)

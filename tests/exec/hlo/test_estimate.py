@@ -273,9 +273,9 @@ def test_a_fusion_reads_slices_and_writes_updates_in_place():
     assert work(text, "two").hbm_bytes == pytest.approx(2 * SIZE, abs=64)
 
 
-@pytest.mark.parametrize(("table", "written"), [("parameter(2)", 2), ("broadcast(%c), dimensions={}", 1024)])
-def test_a_fused_scatter_writes_its_updates_unless_the_fusion_makes_what_it_updates(table: str, written: int):
-    """Count rows of the table: 2 rows are read as updates, and a table that the fusion computes is written whole."""
+@pytest.mark.parametrize(("table", "written"), [("parameter(2)", 0), ("broadcast(%c), dimensions={}", 1024)])
+def test_a_fused_scatter_moves_its_rows_and_writes_the_table_that_the_fusion_makes(table: str, written: int):
+    """Count rows of the table: 2 updates are read, 2 rows read and written, and a computed table written whole."""
     wide, rows, ids = "f32[1024,512]{1,0}", "f32[2,512]{1,0}", "s32[2,1]{1,0}"
     before = (
         f"%put (i: s32[2,1], u: f32[2,512], t: f32[1024,512]) -> f32[1024,512] {{\n  %i = {ids} parameter(0)\n"
@@ -290,7 +290,7 @@ def test_a_fused_scatter_writes_its_updates_unless_the_fusion_makes_what_it_upda
     )
     if "parameter" not in table:
         text = text.replace("fusion(%i, %u, %t)", "fusion(%i, %u)")
-    assert work(text, "s").hbm_bytes == (2 + written) * 512 * 4 + 2 * 4
+    assert work(text, "s").hbm_bytes == (3 * 2 + written) * 512 * 4 + 2 * 4
 
 
 def test_a_scatter_moves_its_rows_and_not_what_they_are_put_into():
@@ -300,7 +300,28 @@ def test_a_scatter_moves_its_rows_and_not_what_they_are_put_into():
         parameters=f"  %p = {BIG} parameter(0)\n  %i = s32[64,1]{{1,0}} parameter(1)\n"
         f"  %u = bf16[64,4096]{T} parameter(2)\n",
     )
-    assert work(text, "s").hbm_bytes == 2 * 64 * 4096 * 2 + 64 * 4
+    assert work(text, "s").hbm_bytes == 3 * 64 * 4096 * 2 + 64 * 4
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_fused_gather_reads_a_row_as_often_as_it_is_gathered(scaled: bool):
+    """Gather 4096 rows of 4 bf16 from a table of 16: each moves a burst of 64 bytes, also if the table is computed."""
+    table = "%t = bf16[16,4]{1,0} multiply(%p0, %p0)" if scaled else "%t = bf16[16,4]{1,0} bitcast(%p0)"
+    before = (
+        "%inside (p0: bf16[16,4], p1: s32[4096,1]) -> bf16[4096,4] {\n  %p0 = bf16[16,4]{1,0} parameter(0)\n"
+        f"  %p1 = s32[4096,1]{{1,0}} parameter(1)\n  {table}\n"
+        "  %g = bf16[4096,4]{1,0} gather(%t, %p1), offset_dims={1}, collapsed_slice_dims={0}, start_index_map={0}, "
+        "index_vector_dim=1, slice_sizes={1,4}\n  ROOT %n = bf16[4096,4]{1,0} negate(%g)\n}\n"
+    )
+    text = module(
+        "  ROOT %f = bf16[4096,4]{1,0} fusion(%p, %i), kind=kLoop, calls=%inside",
+        before,
+        "  %p = bf16[16,4]{1,0} parameter(0)\n  %i = s32[4096,1]{1,0} parameter(1)\n",
+    )
+    parsed = parse_hlo(text)
+    owner = parsed.computations["main"]
+    moved = Reader(parsed, burst_bytes=64).work(owner, owner.by_name["f"]).hbm_bytes
+    assert moved == 4096 * 64 + 4096 * 4 + 4096 * 4 * 2
 
 
 def test_a_matmul_reads_what_a_fusion_within_its_own_only_shows_in_another_shape():

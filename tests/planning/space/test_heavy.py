@@ -84,10 +84,23 @@ def test_a_sort_of_pairs_moves_both() -> None:
 def test_a_gather_of_rows_reads_them_and_one_of_elements_whole_bursts() -> None:
     compute = Compute(Topology.parse("v5e:2x2"))
     count = 1 << 16
-    rows = seconds(lambda t, i: t[i], shape(4096, 256), shape(count, dtype="int32"), kind="gather")
-    assert rows[0] == pytest.approx(float(compute.op_seconds(0, 2 * 4 * 256 * count)), rel=1e-6)
+    rows = seconds(lambda t, i: t[i], shape(1 << 20, 256), shape(count, dtype="int32"), kind="gather")
+    assert rows[0] == pytest.approx(float(compute.op_seconds(0, (2 * 4 * 256 + 4) * count)), rel=1e-6)
+    # A table of 4 MiB is brought onto the chip, where reads are faster by the ratio of the bandwidths.
+    near = seconds(lambda t, i: t[i], shape(4096, 256), shape(count, dtype="int32"), kind="gather")
+    on_chip = 4 * 256 / compute.topology.chip.vmem_over_hbm_bandwidth
+    assert near[0] == pytest.approx(float(compute.op_seconds(0, (4 * 256 + on_chip + 4) * count)), rel=1e-6)
     single = seconds(lambda t, i: t[i], shape(1 << 20), shape(count, dtype="int32"), kind="gather")
-    assert single[0] == pytest.approx(float(compute.op_seconds(0, (512 + 4) * count)), rel=1e-6)
+    assert single[0] == pytest.approx(float(compute.op_seconds(0, (512 + 4 + 4) * count)), rel=1e-6)
+
+
+def test_a_scatter_on_gpus_reads_and_writes_a_row_for_each_update() -> None:
+    """Add up indices, updates, rows read and written, and the table that is filled, as XLA's cost analysis does."""
+    count, table = 1 << 16, 4096
+    args = shape(table, 256), shape(count, dtype="int32"), shape(count, 256)
+    times = seconds(lambda t, i, u: t.at[i].add(u), *args, topology="h100:4", kind="scatter")
+    moved = count * (4 + 3 * 4 * 256) + table * 4 * 256
+    assert times[0] == pytest.approx(float(Compute(Topology.parse("h100:4")).op_seconds(0, moved)), rel=0.01)
 
 
 @pytest.mark.parametrize("topology", ["v5e:2x2", "h100:4"])
