@@ -156,14 +156,17 @@ class _StoreDecision:
             return True  # otherwise it goes to the host as the stack's slice
         if rules.fused_matmuls and self._is_rounded_and_summed(tensor):
             return False
-        apart = any(
-            self.analysis.reads_apart(self.graph.ops[user], read) and not self._inside(op, user)
+        kernels_apart = [
+            user
             for user, read in self._readers(tensor)
-        )
+            if self.analysis.reads_apart(self.graph.ops[user], read) and not self._inside(op, user)
+        ]
+        apart = bool(kernels_apart)
         if rules.fused_matmuls and sum(self.graph.ops[u].kind in _PARTS for u in users) > 1:
             apart = True  # inside their kernel it would be computed once for every part
         if apart and op.op_class is not OpClass.LAYER:
-            if op.kind not in CHEAP_INTO_MATMUL and not self._rectifies(op):
+            on_load = self._rectifies(op) and all(self.graph.ops[u].kind == "dot_general" for u in kernels_apart)
+            if op.kind not in CHEAP_INTO_MATMUL and not on_load:
                 return True
             if rules.gpu_kernels and reads and reads != {self._source(tensor)}:
                 return True
