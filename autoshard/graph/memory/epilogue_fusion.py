@@ -137,8 +137,8 @@ def _fuse_sums(
 ) -> None:
     """Drop in `made` the large reads of sums that another kernel of their block computes.
 
-    The kernel of a matmul reads other operands of sums of its result, such as the values that a batch normalisation
-    saved, if they exist before. (In convolutional steps on v5e, these are kernels of a convolution and several sums.)
+    The kernel of a matmul reads other operands of sums of its result if they exist before. An example are the values
+    that a batch normalisation saved (kernels of a convolution and several sums in convolutional steps on v5e).
 
     - `readers`: the numbers of the fusions that read each stored value.
     - `epilogues`: the matmul of each value that a matmul's kernel stores instead of its result.
