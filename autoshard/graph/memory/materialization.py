@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 
 from autoshard.graph.memory.fusion_analysis import CHEAP_INTO_MATMUL, SMALL, Fusion, FusionAnalysis
 from autoshard.graph.memory.host_transfers import INTO_STACKS, TO_HOST
-from autoshard.graph.records import Op, OpClass, OpGraph
+from autoshard.graph.records import Op, OpClass, OpGraph, is_batched
 
 
 MOST_MADE = 4
@@ -166,8 +166,10 @@ class _StoreDecision:
             elements = self.graph.tensors[tensor].elements
             return sum(self.graph.tensors[t].elements >= elements for t in reads) > 1
         own = sizes[tensor]
-        # Statistics of a norm are read in any case, and are too small to decide.
-        before = sum(sizes[t] for t in reads if sizes[t] * SMALL > own)
+        large = [t for t in reads if sizes[t] * SMALL > own]
+        # Statistics of a norm are read in any case, and are too small to decide. `Softmax` covers scores of attention.
+        scores = any((maker := self.graph.maker(t)) is not None and is_batched(maker) for t in large)
+        before = sum(sizes[t] for t in (reads if scores else large))
         if rules.gpu_kernels:
             if is_rounded_tanh(self.graph, op):
                 return True
