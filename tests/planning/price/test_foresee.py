@@ -39,7 +39,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @functools.cache
 def step(config: str, remat: str) -> Program:
-    return open_source(config, train=True, batch=32, seq=1024, remat=remat, attention="splash")
+    return open_source(config, train=True, batch=1024, seq=1024, remat=remat, attention="splash")
 
 
 @functools.cache
@@ -75,8 +75,8 @@ def foreseen(config: str, policy: Policy) -> tuple[float, float]:
 def test_what_is_foreseen_is_what_is_planned(config: str, policy: Policy) -> None:
     seconds, peak = foreseen(config, policy)
     found = planned(config, str(policy))
-    # A saved activation spares a copy of its layer's input, which the forecast still counts: 3.3 %, on the safe side.
-    assert found.peak_bytes * 0.98 <= peak <= found.peak_bytes * (1.035 if policy.offload and policy.keep else 1.02)
+    # A saved activation spares a copy of its layer's input, which the forecast still counts: 2.8 %, on the safe side.
+    assert found.peak_bytes * 0.98 <= peak <= found.peak_bytes * (1.03 if policy.offload and policy.keep else 1.02)
     assert seconds == pytest.approx(found.step_time_s, rel=0.03)
 
 
