@@ -121,7 +121,9 @@ def test_inputs_of_layers_go_to_the_host_where_nothing_fits_otherwise(llama: Cal
     options = Options(**FULLY, memory_limit=away.peak_bytes)
     recipe, result = plan_recipes(llama, {"remat": ("full",)}, options, of_source=True)
     assert "offload=" in recipe.arguments["remat"] and result.plan.prediction.peak_bytes <= away.peak_bytes
-    assert tried(result)["remat full"]["verdict"] == "does not fit"
+    # Without offloading no plan fits, or only one that splits so much that it takes several times as long.
+    without = tried(result)["remat full"]
+    assert without["verdict"] == "does not fit" or without["step_time_s"] > 5 * result.plan.prediction.step_time_s
     with pytest.raises(InfeasibleError):
         plan_recipes(llama, {"remat": ("full",)}, Options(**FULLY, memory_limit=away.peak_bytes // 4), of_source=True)
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from autoshard.graph.memory.fusion_analysis import CHEAP_INTO_MATMUL, MANY, SMALL, Fusion, FusionAnalysis
 from autoshard.graph.memory.host_transfers import INTO_STACKS, TO_HOST
 from autoshard.graph.memory.operand_rounding import INSERTED
-from autoshard.graph.records import Op, OpClass, OpGraph
+from autoshard.graph.records import Op, OpClass, OpGraph, is_batched
 
 
 MOST_MADE = 4
@@ -179,8 +179,10 @@ class _StoreDecision:
         if ends is not None and len(ends) == 1:
             return False
         own = sizes[tensor]
-        # Statistics of a norm are read in any case, and are too small to decide.
-        before = sum(sizes[t] for t in reads if sizes[t] * SMALL > own)
+        large = [t for t in reads if sizes[t] * SMALL > own]
+        # Statistics of a norm are read in any case, and are too small to decide. `Softmax` covers scores of attention.
+        scores = any((maker := self.graph.maker(t)) is not None and is_batched(maker) for t in large)
+        before = sum(sizes[t] for t in (reads if scores else large))
         if rules.gpu_kernels:
             if is_rounded_tanh(self.graph, op):
                 return True

@@ -39,7 +39,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @functools.cache
 def step(config: str, remat: str) -> Program:
-    return open_source(config, train=True, batch=32, seq=1024, remat=remat, attention="splash")
+    return open_source(config, train=True, batch=1024, seq=1024, remat=remat, attention="splash")
 
 
 @functools.cache
