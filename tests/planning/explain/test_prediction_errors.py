@@ -108,7 +108,7 @@ def test_unmeasured_ops_are_named_and_cpus_have_none(monkeypatch: pytest.MonkeyP
     with_errors(monkeypatch, {})
     (unsure,) = convolved().unsure
     assert unsure.time_within is unsure.memory_within is None and unsure.programs == 0
-    assert "no compiled program that we compared has them" in unsure_lines((unsure,), 1, 2)[0]
+    assert "no compiled program of our tables has them" in unsure_lines((unsure,), 1, 2)[0]
     assert convolved("cpu:8").unsure == ()
 
 
