@@ -287,7 +287,7 @@ def live_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
     """
     buffers = solved_buffers(model, choices)
     if model.liveness.reserved:
-        buffers = reserve(model.graph, buffers, model.liveness.reserved)
+        buffers = reserve(model.graph, buffers, model.liveness.reserved, model.mesh.topology.traits.results_apart)
     if not model.mesh.topology.traits.separate_collective_buffers:
         return buffers
     steps = [reshard_time(model, reshard, choices).steps for reshard in model.reshards]
