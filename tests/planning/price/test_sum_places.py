@@ -1,4 +1,4 @@
-"""Sums over devices in loops on GPUs: small ones run at the end of a trip, and large ones beside its matmuls."""
+"""Sums over devices in loops on GPUs: small ones run at the end of a trip, and large ones during it."""
 
 import jax
 import jax.numpy as jnp
