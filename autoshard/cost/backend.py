@@ -57,6 +57,8 @@ class Backend:
     """True if a sum or gather over several mesh axes can run one axis at a time, where that is faster."""
     joins_sums: bool
     """True if sums over several axes become one all-reduce, and gathers of several dims one all-gather."""
+    sums_after_loops: bool
+    """True if a sum that a loop only adds to a carried value runs once, after the loop."""
     one_ring: bool
     """True if a collective over two levels of links runs around one ring through both, in many small parts."""
 
@@ -89,6 +91,8 @@ class Backend:
     """True if matmuls of float32 at the default precision read operands that were rounded to bfloat16 before."""
     late_gradients: bool
     """True if weight gradients that only the optimizer reads are computed after the loops that precede it."""
+    results_apart: bool
+    """True if no temporary value lies in the memory of a result before it is written."""
     separate_collective_buffers: bool
     """True if results of collectives and operands of sums have memory of their own, and small collectives combine."""
     compiles_ahead: bool
@@ -117,10 +121,12 @@ BACKENDS = {
             name="tpu", platform="tpu", noun="chips of a slice",
             torus=True, shares_machine=False, overlaps=True, in_turn=False,
             sums_in_two_phases=True, sum_dtype="", scatters=Scatters.BY_GROUP, stages=True, joins_sums=True,
-            one_ring=False, packs_blocks=False, caches=False, burst_bytes=512, sorting=Sorting.BITONIC,
-            tiled=True, fuses_into_matmuls=True, fuses_relayouts=True, concatenates_shards=False,
+            sums_after_loops=True, one_ring=False, packs_blocks=False, caches=False, burst_bytes=512,
+            sorting=Sorting.BITONIC, tiled=True, fuses_into_matmuls=True, fuses_relayouts=True,
+            concatenates_shards=False,
             narrows_stacks=True, gpu_kernels=False,
-            launches=True, rounds_operands=True, late_gradients=False, separate_collective_buffers=False,
+            launches=True, rounds_operands=True, late_gradients=False, results_apart=True,
+            separate_collective_buffers=False,
             compiles_ahead=True, described=False, judge="compile",
             serves_by_mesh=True, attention="splash",
         ),
@@ -128,10 +134,12 @@ BACKENDS = {
             name="gpu", platform="cuda", noun="GPUs in an island",
             torus=False, shares_machine=False, overlaps=True, in_turn=False,
             sums_in_two_phases=True, sum_dtype="", scatters=Scatters.ALWAYS, stages=False, joins_sums=False,
-            one_ring=True, packs_blocks=False, caches=False, burst_bytes=64, sorting=Sorting.RADIX,
-            tiled=False, fuses_into_matmuls=False, fuses_relayouts=False, concatenates_shards=False,
+            sums_after_loops=True, one_ring=True, packs_blocks=False, caches=False, burst_bytes=64,
+            sorting=Sorting.RADIX, tiled=False, fuses_into_matmuls=False, fuses_relayouts=False,
+            concatenates_shards=False,
             narrows_stacks=False, gpu_kernels=True,
-            launches=True, rounds_operands=False, late_gradients=True, separate_collective_buffers=True,
+            launches=True, rounds_operands=False, late_gradients=True, results_apart=False,
+            separate_collective_buffers=True,
             compiles_ahead=False, described=True, judge="compile",
             serves_by_mesh=False, attention="cudnn",
         ),
@@ -139,10 +147,12 @@ BACKENDS = {
             name="cpu", platform="cpu", noun="devices of one machine",
             torus=False, shares_machine=True, overlaps=False, in_turn=True,
             sums_in_two_phases=False, sum_dtype="f32", scatters=Scatters.NEVER, stages=False, joins_sums=False,
-            one_ring=False, packs_blocks=True, caches=True, burst_bytes=64, sorting=Sorting.COMPARISON,
-            tiled=False, fuses_into_matmuls=False, fuses_relayouts=False, concatenates_shards=True,
+            sums_after_loops=False, one_ring=False, packs_blocks=True, caches=True, burst_bytes=64,
+            sorting=Sorting.COMPARISON, tiled=False, fuses_into_matmuls=False, fuses_relayouts=False,
+            concatenates_shards=True,
             narrows_stacks=True, gpu_kernels=False,
-            launches=False, rounds_operands=False, late_gradients=False, separate_collective_buffers=False,
+            launches=False, rounds_operands=False, late_gradients=False, results_apart=False,
+            separate_collective_buffers=False,
             compiles_ahead=False, described=False, judge="measure",
             serves_by_mesh=False, attention="plain",
         ),

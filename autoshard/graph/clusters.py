@@ -280,7 +280,7 @@ def _merge_op(
     - `skip`: tensors without a cluster.
     - `asked`: shardings that the program requests, by tensor.
 
-    Only pointwise ops, ops on layers, and reshapes that add or drop dims of size one merge. An operand stays separate
+    Only pointwise ops, ops on layers, and reshapes and reductions of dims of size one merge. An operand stays separate
     if the program requests its spec. A stored operand stays separate if a pointwise op mixes it with values that are
     not stored. Heavy ops give an empty list. Each entry is (op, operand position, result position).
     """
@@ -318,11 +318,11 @@ def _same_dims(op: Op, operand: int, result: int) -> list[tuple[int, int]]:
 
 
 def _trivial_reshape(op: Op, operand: int, result: int, pairs: list[tuple[int, int]], union: _Merged) -> bool:
-    """Return True for a reshape or broadcast that only adds or drops dims of size one.
+    """Return True for a reshape, broadcast or reduction that only adds or drops dims of size one.
 
     `pairs` are the (result dim, operand dim) pairs of `_same_dims`.
     """
-    if op.kind not in ("reshape", "broadcast_in_dim"):
+    if op.kind not in ("reshape", "broadcast_in_dim", "reduce"):
         return False
     source, out = op.operands[operand], op.results[result]
     real = [(p, q) for p, q in pairs if union.dims[out][p] >= 0 and union.dims[source][q] >= 0]

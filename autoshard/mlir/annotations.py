@@ -179,9 +179,10 @@ def insert_pins(module: Any, mesh_name: str, sizes: Mapping[str, int], pins: Seq
 
     A pin without `operand` constrains result `index` of op `op` for all its uses. Indices past the op's results count
     the arguments of its last region (a loop's carried values). Op -1 means argument `index` of `@main`. A pin with
-    `operand = (user_op, number)` constrains that one use. Pins of one value chain in the given order. All positions are
-    those of `number_ops` before any insertion. Branches of a conditional whose pinned results differ get constraints to
-    one spec as well, which count too. Without pins nothing changes.
+    `operand = (user_op, number)` constrains that one use, before the loops that do not change the value. Pins of one
+    value chain in the given order. All positions are those of `number_ops` before any insertion. Branches of a
+    conditional whose pinned results differ get constraints to one spec as well, which count too. Without pins nothing
+    changes.
 
     Raises `UserError` if the module lacks a pinned value, or if its rank differs.
     """
@@ -212,7 +213,8 @@ def insert_pins(module: Any, mesh_name: str, sizes: Mapping[str, int], pins: Seq
                 if user_number >= len(ops) or number >= len(ops[user_number].operands):
                     raise UserError(_no_such_op(pin, len(ops)))
                 user = ops[user_number]
-                new = constrain(user.operands[number], pin, ir.InsertionPoint(user))
+                value, before = _before_loops(user.operands[number], user)
+                new = constrain(value, pin, ir.InsertionPoint(before))
                 user.operands[number] = new.results[0]
                 continue
             pinned = (pin.op, pin.index)
@@ -224,6 +226,27 @@ def insert_pins(module: Any, mesh_name: str, sizes: Mapping[str, int], pins: Seq
             value.replace_all_uses_except(new.results[0], new)
             latest[pinned] = new
         return len(pins) + _agree_branches(module)
+
+
+def _before_loops(value: Any, user: Any) -> tuple[Any, Any]:
+    """Return the value outside of the loops that leave an operand of `user` unchanged, and the op to pin it before.
+
+    A loop leaves a value unchanged that it captures, or carries and returns as it is. Without such a loop the results
+    are the operand and `user`. Compilers that move no collective out of a loop (XLA's for GPUs) would reshard a value
+    that is pinned inside in every trip. Evidence: docs/compiler_behaviour.md, "Values that a loop does not change".
+    """
+    while user.parent is not None and user.parent.name == "stablehlo.while":
+        loop = user.parent.operation
+        body, maker = loop.regions[1].blocks[0], maker_of(value)
+        if maker is None and value.owner == body:
+            number = list(body.arguments).index(value)
+            if body.operations[len(body.operations) - 1].operands[number] != value:
+                break
+            value = loop.operands[number]
+        elif maker is not None and maker.parent == loop:
+            break
+        user = loop
+    return value, user
 
 
 def _agree_branches(module: Any) -> int:

@@ -121,6 +121,26 @@ def test_ordinary_programs_are_planned_shown_and_run(name: str) -> None:
     check(program, "v5e:2x4", mesh, run=False)
 
 
+def recurrent() -> Program:
+    """Trace a recurrence whose weights its loop reads in every step, with gradients that the loop adds up."""
+
+    def loss(params: Any, x: Any) -> Any:
+        def cell(h: Any, x: Any) -> Any:
+            h = jnp.tanh(x @ params["in"] + h @ params["state"] + params["bias"])
+            return h, h
+
+        return jnp.mean(jax.lax.scan(cell, jnp.zeros((x.shape[1], 32)), x)[1] ** 2)
+
+    params = {"in": shape(16, 32), "state": shape(32, 32), "bias": shape(32)}
+    return trace(lambda params, x: sgd(loss, params, x), (params, shape(5, 16, 16)), name="recurrent")
+
+
+@pytest.mark.parametrize("pins", [{}, {"in": "-,data", "state": "data,-", "bias": "data", "x": "-,data,-"}])
+def test_weights_that_a_loop_does_not_change_are_resharded_before_it(pins: dict[str, str]) -> None:
+    check(recurrent(), "cpu:8", "data=8", asked=read_asked(pins))
+    check(recurrent(), "cpu:8", "data=4,model=2", asked=read_asked(pins))
+
+
 # Axes of size 1
 
 

@@ -180,6 +180,13 @@ def test_reshapes_of_merged_dims_have_an_edge_and_trivial_ones_none() -> None:
     assert len(structure.clusters) == 2
 
 
+def test_a_reduction_of_a_dim_of_size_one_needs_no_decision() -> None:
+    graph = graph_of(lambda x: jnp.tanh(x).reshape(1, 8, 4).sum(0), f32(8, 4))
+    assert any(op.kind == "reduce" for op in graph.ops)
+    structure = build_structure(graph)
+    assert structure.edges == () and len(structure.clusters) == 1
+
+
 def test_scalars_and_generated_values_need_no_decision() -> None:
     graph = graph_of(lambda x, s: x * s + jnp.arange(8.0)[:, None], f32(8, 4), f32())
     structure = build_structure(graph)

@@ -182,6 +182,22 @@ def test_pins_of_values_arguments_loop_values_and_single_uses():
     assert "sdy.reshard" in str(module)
 
 
+def test_an_operand_that_loops_do_not_change_is_pinned_before_them():
+    def run(w, x):
+        def outer(h, _):
+            return jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), h, None, 3)[0], None
+
+        return jax.lax.scan(outer, x, None, 2)[0]
+
+    module = mlir.inline_calls(copy(jax.jit(run).lower(jnp.zeros((16, 16)), jnp.zeros((8, 16)))))
+    dot = kinds(module).index("stablehlo.dot_general")
+    weight, state = (Pin(0, 0, Spec(((), ("a",))), operand=(dot, k)) for k in (1, 0))
+    assert mlir.insert_pins(module, "mesh", SIZES, [weight, state]) == 2 and module.operation.verify()
+    user = mlir.number_ops(module)[kinds(module).index("stablehlo.dot_general")]
+    pinned = [operand.owner.operation.parent.name for operand in user.operands]
+    assert pinned == ["stablehlo.while", "func.func"]
+
+
 @pytest.mark.parametrize(
     ("pin", "sentence"),
     [

@@ -119,6 +119,8 @@ class _Buffered:
     """Bytes of the buffer on one device."""
     tensor: int
     """Tensor that the collective gathers or sums."""
+    result: int
+    """Bytes of the collective's result on one device, which the compiler adds up as it combines collectives."""
 
 
 def collective_buffers(
@@ -177,13 +179,18 @@ def _gathered(
         start, stop = graph.loops[loop].start, graph.loops[loop].stop
         loop = graph.loops[loop].parent
     column = int(reshard.columns[int(choices[reshard.target])])
-    return _Buffered(start, stop, _bytes(model, reshard, reshard.path.target[[column]]), reshard.tensor)
+    size = _bytes(model, reshard, reshard.path.target[[column]])
+    return _Buffered(start, stop, size, reshard.tensor, size)
 
 
 def _unsummed(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> _Buffered:
     """Return the buffer of a heavy op's partial result before its sum, live at the op alone."""
     row = int(reshard.rows[int(choices[reshard.source])])
-    return _Buffered(reshard.op, reshard.op + 1, _bytes(model, reshard, reshard.path.source[[row]]), reshard.tensor)
+    column = int(reshard.columns[int(choices[reshard.target])])
+    size, result = (
+        _bytes(model, reshard, state) for state in (reshard.path.source[[row]], reshard.path.target[[column]])
+    )
+    return _Buffered(reshard.op, reshard.op + 1, size, reshard.tensor, result)
 
 
 def _bytes(model: Model, reshard: Reshard, state: NDArray[np.int64]) -> int:
@@ -197,14 +204,14 @@ def _bytes(model: Model, reshard: Reshard, state: NDArray[np.int64]) -> int:
 def _joined(groups: Mapping[_Group, list[_Buffered]], first: bool) -> Iterator[_Buffered]:
     """Yield the buffers after collectives are combined.
 
-    Collectives of one group are combined in order of their starts, as long as their bytes together are at most
-    `JOINED`. With `first`, all buffers of a combined collective are live from its first start, else up to its last
-    stop.
+    Collectives of one group are combined in order of their starts, as long as their results together have at most
+    `JOINED` bytes. With `first`, all buffers of a combined collective are live from its first start, else up to its
+    last stop.
     """
     for members in groups.values():
         together: list[_Buffered] = []
         for held in (*sorted(members, key=lambda each: each.start), None):
-            if together and (held is None or sum(each.size for each in together) + held.size > JOINED):
+            if together and (held is None or sum(each.result for each in together) + held.result > JOINED):
                 start, stop = min(each.start for each in together), max(each.stop for each in together)
                 for each in together:
                     ends = {"start": start} if first else {"stop": stop}
@@ -246,12 +253,17 @@ def gathered_copies(model: Model, choices: NDArray[np.int64], steps: Mapping[int
                 yield LiveBuffer(held.start, held.stop, held.size, "gathered", held.tensor)
 
 
-def reserve(graph: OpGraph, buffers: Sequence[LiveBuffer], results: Collection[int]) -> list[LiveBuffer]:
+def reserve(
+    graph: OpGraph, buffers: Sequence[LiveBuffer], results: Collection[int], apart: bool = False
+) -> list[LiveBuffer]:
     """Return a program's buffers with its `results` (tensors) allocated from the start of the step.
 
-    A buffer may be placed in the memory of a result that is not yet written. It then counts its own bytes, and the
-    result counts the rest of its bytes for that time. An elementwise op may write its result over an operand of the
-    same size.
+    With `apart`, nothing else lies in the memory of a result. Evidence: docs/compiler_behaviour.md, "Results that
+    replace no argument".
+
+    Otherwise a buffer may be placed in the memory of a result that is not yet written. It then counts its own bytes,
+    and the result counts the rest of its bytes for that time. An elementwise op may write its result over an operand of
+    the same size.
 
     The largest buffers are placed first, each in the smallest result that has room. Buffers that live before or after
     the step, or are negligible, keep their own places. Buffers without bytes or time are dropped.
@@ -261,6 +273,9 @@ def reserve(graph: OpGraph, buffers: Sequence[LiveBuffer], results: Collection[i
         (each for each in buffers if each.tensor in results and each.stop > end and each.start > 0 and each.size),
         key=lambda each: (each.size, each.start),
     )
+    if apart:
+        others = [each for each in buffers if each not in homes and each.size and each.start < each.stop]
+        return [*others, *(home._replace(start=0) for home in homes)]
     sizes = [home.size for home in homes]
     least = NEGLIGIBLE_SHARE * sum(sizes)
     tenants: list[list[LiveBuffer]] = [[] for _ in homes]
@@ -273,8 +288,8 @@ def reserve(graph: OpGraph, buffers: Sequence[LiveBuffer], results: Collection[i
             home = homes[number]
             over = each.size == home.size and graph.ops[home.start].op_class is OpClass.POINTWISE
             done = each._replace(stop=min(each.stop, home.start))
-            apart = (each.stop <= other.start or other.stop <= each.start for other in tenants[number])
-            if each.stop <= home.start + over and done.start < done.stop and all(apart):
+            free = (each.stop <= other.start or other.stop <= each.start for other in tenants[number])
+            if each.stop <= home.start + over and done.start < done.stop and all(free):
                 tenants[number].append(done)
                 each = done
                 break

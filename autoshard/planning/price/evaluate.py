@@ -295,7 +295,7 @@ def live_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
         }
         buffers += [*gathered_copies(model, choices, steps_to_copies), *_relaid_rows(model, choices)]
     if model.liveness.reserved:
-        buffers = reserve(model.graph, buffers, model.liveness.reserved)
+        buffers = reserve(model.graph, buffers, model.liveness.reserved, model.mesh.topology.traits.results_apart)
     traits = model.mesh.topology.traits
     if not traits.separate_collective_buffers and not traits.tiled:
         return buffers

@@ -70,7 +70,7 @@ class NodePricer:
         self.mesh, self.memory_limit = mesh, memory_limit
         self.collectives = Collectives(mesh, calibration)
         self.compute = Compute(mesh.topology, calibration)
-        self.residency = Residency(graph, liveness, mesh.topology.chip)
+        self.residency = Residency(graph, liveness, mesh.topology.chip, math.prod(mesh.axes.values()))
         self.padding = Padding(graph, mesh.topology.backend)
         self.axes = list(mesh.axes.values())
         self.names = list(mesh.axes)

@@ -12,6 +12,7 @@ from autoshard.cost import Calibration, Mesh
 from autoshard.graph import FactorKind, Liveness, Op, OpClass, OpGraph, Structure
 from autoshard.planning.price.node_prices import NodePricer
 from autoshard.planning.price.reshard_paths import PathPrices, PathTables
+from autoshard.planning.price.sum_places import SumPlaces
 from autoshard.planning.space.decision_model import EXPOSED, Channel, MemoryTerm, Model, Node, Path, Reshard
 from autoshard.planning.space.derived_axes import AxisParts, StageAxis
 from autoshard.planning.space.dim_groups import factor_states
@@ -111,6 +112,7 @@ class _Pricer(NodePricer):
         self.paths: dict[tuple[object, ...], dict[str, Seconds]] = {} if tables is None else tables.of(self.mesh)
         self.path_prices = PathPrices(self.collectives, self.link_of)
         self.shared_credits: dict[tuple[object, ...], Seconds] = {}
+        self.sum_places = SumPlaces(self.graph, self.structure, self.collectives, self.path_prices)
         self.alone = alone_between_loops(self.graph, self.structure, self.stored, self.updated)
 
     def model(self) -> Model:
@@ -382,23 +384,11 @@ class _Pricer(NodePricer):
         if unasked is not None:
             forbidden = unasked if forbidden is None else forbidden | unasked
         if costs or forbidden is not None:
-            self.reshards.append(
-                Reshard(
-                    source,
-                    target,
-                    use.tensor,
-                    use.op,
-                    use.block,
-                    use.trips,
-                    overlap,
-                    rows,
-                    columns,
-                    costs,
-                    forbidden,
-                    path,
-                    narrow,
-                )
-            )
+            each = Reshard(
+                source, target, use.tensor, use.op, use.block, use.trips, overlap, rows, columns, costs, forbidden,
+                path, narrow,
+            )  # fmt: skip
+            self.reshards.extend(self.sum_places.parts(each))
 
     def narrow(self, source: int, target: int, use: ValueUse, overlap: Overlap) -> NDArray[np.bool_] | None:
         """Return a mask of the matmul's alternatives that are too narrow to pipeline a collective into the matmul.
@@ -441,9 +431,11 @@ class _Pricer(NodePricer):
         cluster = origin.ref if origin.kind == "cluster" else -1
         if origin.kind == "copy":
             cluster = self.structure.cluster_of[origin.ref]
-        if cluster in self.stored:
-            return Overlap.PARAMETERS
         end = self.nodes[target]
+        if cluster in self.stored:
+            # A gather for the update itself runs next to the update, where no matmul is left to hide it.
+            updating = end.kind == "cluster" and end.ref in self.updated
+            return Overlap.NETWORK if updating else Overlap.PARAMETERS
         at_matmul = self.graph.ops[op].kind == "dot_general"
         if end.kind == "cluster" and end.ref in self.updated and cluster not in self.updated:
             return Overlap.GRADIENTS_AT_MATMUL if at_matmul else Overlap.GRADIENTS

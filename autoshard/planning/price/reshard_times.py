@@ -39,6 +39,10 @@ def reshard_overlap(model: Model, reshard: Reshard, choices: NDArray[np.int64]) 
     return AT_NARROW[overlap] if reshard.narrow[choices[reshard.source if at_source else reshard.target]] else overlap
 
 
+_NEVER = ReshardTime((), Relayouts(np.array(0), np.array(0.0)), False)
+"""Time of a reshard at pairs of states at which it does not run."""
+
+
 @dataclasses.dataclass(slots=True)
 class _Known:
     """Cached reshard times of one path."""
@@ -61,6 +65,8 @@ def reshard_time(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> 
     column = int(reshard.columns[choices[reshard.target]])
     if reshard.forbidden is not None and reshard.forbidden[row, column]:
         raise ValueError(f"nodes {reshard.source} and {reshard.target} take a pair of alternatives that is not allowed")
+    if reshard.runs is not None and not reshard.runs[row, column]:
+        return _NEVER
     path = reshard.path
     paths = _known.get(model.collectives)
     if paths is None:

@@ -9,16 +9,23 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from autoshard.cost import Chip, Collectives, Compute, Mesh, links
-from autoshard.graph import Liveness, OpClass, OpGraph, Structure
+from autoshard.graph import Liveness, Loop, OpClass, OpGraph, Structure
 from autoshard.planning.xla.array_layouts import Padding
 from autoshard.planning.xla.axis_assignments import Seconds, States
 from autoshard.planning.xla.spatial_splits import Inner
+from autoshard.planning.xla.sums_after_loops import adds_up
 from autoshard.program import Program
 
 
 RESERVED = 16 << 20
 """Bytes of on-chip memory for the blocks of a running kernel: libtpu's default, and the whole memory of v2 to v4."""
 
+
+_SLICING = frozenset({"dynamic_slice", "dynamic_update_slice", "gather", "scatter"})
+"""Kinds of ops that use a part of their first operand, which is in main memory."""
+
+_PARTS = frozenset({"slice", "concatenate"})
+"""Kinds of heavy ops that copy parts of their operands, and that are fused into the ops that use them."""
 
 LASTING = 32
 """Limit for tensors that stay on the chip, in writes during a tensor's life over the tensor's own bytes.
@@ -30,16 +37,22 @@ Layer gradients read activations of the forward pass from main memory, however f
 class Residency:
     """Model of the tensors that an accelerator retains in on-chip memory, by how finely they are split.
 
-    TPU compilers leave a tensor on the chip until its last use if everything written until then fits there too. Tensors
-    that a loop carries or saves are in main memory. Later writes are assumed to be split as finely as the tensor. This
-    makes the bound a share of the tensor (local bytes over all bytes), which is known before any spec is. Tensors that
-    look alike are treated alike, so that repeated layers have the same prices.
+    TPU compilers leave a tensor on the chip until its last use if everything written until then fits there too. Stacks
+    that a loop carries or saves are in main memory. Other values that it carries stay on the chip if all that one trip
+    uses fits there. So do weights that it reads in every trip.
+
+    Later writes are assumed to be split as finely as the tensor. This makes the bound a share of the tensor (local
+    bytes over all bytes), which is known before any spec is. Tensors that look alike are treated alike, so that
+    repeated layers have the same prices.
 
     Evidence: docs/compiler_behaviour.md, "Tensors in on-chip memory".
     """
 
-    def __init__(self, graph: OpGraph, liveness: Liveness, chip: Chip) -> None:
-        """Compute `share` of every tensor; all are 0 for a chip without on-chip memory beyond `RESERVED`."""
+    def __init__(self, graph: OpGraph, liveness: Liveness, chip: Chip, devices: int = 1) -> None:
+        """Compute `share` of every tensor; all are 0 for a chip without on-chip memory beyond `RESERVED`.
+
+        `devices` is the number of devices among which the values of a loop are split.
+        """
         self.graph = graph
         self.taken_over_own = liveness.fused_operand_ratios
         self.fetches = liveness.fetches
@@ -70,21 +83,53 @@ class Residency:
             least = min(share for _, share in members)
             for tensor, _ in members:
                 self.share[tensor] = least
+        for loop in graph.loops:
+            if not loop.branches and all(inner.parent != loop.id for inner in graph.loops):
+                made = sum(size for size, _, start, stop in candidates if loop.start <= start and stop <= loop.stop)
+                self._in_loop(loop, made, room, devices)
         self._fused(liveness)
+
+    def _in_loop(self, loop: Loop, made: int, room: int, devices: int) -> None:
+        """Give values that a loop carries, and those that it reads in every trip, their share of the chip's room.
+
+        `made` are the bytes of all buffers that one trip writes and reads. Weights, and the sums that are added up for
+        them, may be whole if the other values are split among all devices.
+        """
+        tensors = self.graph.tensors
+        ops = self.graph.ops[loop.start : loop.stop]
+        stacked = {op.operands[0] for op in ops if op.kind in _SLICING}
+        carried = [c for c in loop.carries if c.body not in stacked and tensors[c.body].elements > 1]
+        weights = {
+            t for op in ops if op.kind not in _SLICING for t in op.operands
+            if tensors[t].loop != loop.id and t not in self.graph.generated
+        }  # fmt: skip
+        bodies = {c.body for c in carried}
+        added = [c for c in carried if adds_up(self.graph, c)]
+        kept = sum(tensors[t].bytes for t in weights | {c.body for c in added})
+        split = made + sum(tensors[t].bytes for t in bodies) - sum(tensors[c.body].bytes for c in added)
+        share = room / max(1, kept + split)
+        for carry in carried:
+            self.share[carry.body] = self.share[carry.update] = share
+        if kept + split / devices <= room:
+            share = 1.0
+        for tensor in (*weights, *(t for c in added for t in (c.body, c.update))):
+            self.share[tensor] = share
 
     def _fused(self, liveness: Liveness) -> None:
         """Give tensors that are never materialised the least share of the tensors that they are computed from.
 
-        Generated tensors (constants, iotas) are not read and do not count.
+        Generated tensors (constants, iotas) are not read and do not count. Updates of stacks are written to main
+        memory.
         """
+        stacked = {op.operands[1] for op in self.graph.ops if op.kind == "dynamic_update_slice"}
         for source, tensor in liveness.stores.items():
             self.share[source] = self.share[tensor]
         for op in self.graph.ops:
-            if op.op_class in (OpClass.HEAVY, OpClass.LAYER):
+            if op.op_class is OpClass.LAYER or op.op_class is OpClass.HEAVY and op.kind not in _PARTS:
                 continue
             read = [self.share[t] for t in op.operands if t not in self.graph.generated]
             for tensor in op.results:
-                if read and tensor not in liveness.materialised:
+                if read and tensor not in liveness.materialised and tensor not in stacked:
                     self.share[tensor] = min(read)
 
     def streamed(self, tensor: int, local_bytes: ArrayLike) -> NDArray[np.float64]:
@@ -208,6 +253,8 @@ class Reshard:
     """States of the tensor at both ends; `rows` and `columns` count its `source` and `target`."""
     narrow: NDArray[np.bool_] | None = None
     """Mask of the matmul's alternatives that compute too little to pipeline the reshard into them; None for none."""
+    runs: NDArray[np.bool_] | None = None
+    """Mask of the pairs of rows and columns at which the reshard runs in this block; None for all."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -32,11 +32,13 @@ def deep() -> Program:
 def test_small_collectives_are_joined_and_wait_for_one_another() -> None:
     third, large = JOINED // 3, JOINED + 1
     group = ("all-gather", ("data",), -1)
-    held = [_Buffered(at, at + 5, third, 7) for at in (0, 10, 20, 30)] + [_Buffered(40, 45, large, 8)]
+    held = [_Buffered(at, at + 5, third, 7, third) for at in (0, 10, 20, 30)] + [_Buffered(40, 45, large, 8, large)]
     gathers = sorted((each.start, each.stop) for each in _joined({group: held}, first=True))
     assert gathers == [(0, 5), (0, 15), (0, 25), (30, 35), (40, 45)]
     sums = sorted((each.start, each.stop) for each in _joined({group: held}, first=False))
     assert sums == [(0, 25), (10, 25), (20, 25), (30, 35), (40, 45)]
+    scattered = [_Buffered(at, at + 5, large, 7, large // 8) for at in (0, 10)]
+    assert [each.stop for each in _joined({group: scattered}, first=False)] == [15, 15]
 
 
 def priced(program: Program, plan: Plan) -> Outcome:

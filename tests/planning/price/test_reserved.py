@@ -70,6 +70,12 @@ def test_one_buffer_at_a_time_lies_in_a_result_that_is_as_large() -> None:
     assert peak(reserve(graph, [result, wide], {9})) == 220  # type: ignore[arg-type]
 
 
+def test_nothing_lies_in_results_that_are_apart() -> None:
+    graph = graph_of_three()
+    result, early = LiveBuffer(2, 4, 100, "gradients", 9), LiveBuffer(1, 2, 80, "temporaries", 1)
+    assert peak(reserve(graph, [result, early], {9}, apart=True)) == 180  # type: ignore[arg-type]
+
+
 def test_an_elementwise_op_writes_its_result_over_an_operand_of_the_same_size() -> None:
     graph = graph_of_three()
     result = LiveBuffer(2, 4, 100, "gradients", 9)

@@ -70,14 +70,31 @@ def test_what_enters_or_leaves_is_in_main_memory() -> None:
         assert model.residency.streamed(tensor, 1000.0) == 1000.0
 
 
-def test_what_a_loop_carries_is_in_main_memory_and_what_it_makes_is_not() -> None:
-    model = built(scanned(1 << 12))
+@pytest.mark.parametrize(("rows", "on_chip"), [(1 << 12, True), (1 << 20, False)])
+def test_what_a_loop_carries_is_on_the_chip_if_all_of_a_trip_fits(rows: int, on_chip: bool) -> None:
+    model = built(scanned(rows))
     (loop,) = model.graph.loops
-    for carry in loop.carries:
-        for tensor in (carry.init, carry.body, carry.update, carry.result):
+    devices = model.mesh.topology.num_devices
+    for carry in (each for each in loop.carries if model.graph.tensors[each.body].shape):
+        shard = model.graph.tensors[carry.body].bytes / devices
+        assert (model.residency.streamed(carry.body, shard) < shard) == on_chip
+        for tensor in (carry.init, carry.result):
             assert model.residency.share[tensor] == 0
     assert model.graph.tensors[between(model)].loop == loop.id
     assert model.residency.share[between(model)] > 0
+
+
+@pytest.mark.parametrize(("width", "on_chip"), [(1 << 9, True), (1 << 13, False)])
+def test_a_weight_of_every_trip_is_on_the_chip_if_it_fits_whole(width: int, on_chip: bool) -> None:
+    def run(x: Any, w: Any) -> Any:
+        return jax.lax.scan(lambda h, x: (jnp.tanh(x + h @ w), None), x[0], x)[0]
+
+    model = built(trace(run, (half(64, 1 << 10, width), half(width, width)), name="recurrence"))
+    weight = model.graph.arguments[1]
+    whole = model.graph.tensors[weight].bytes
+    assert (model.residency.streamed(weight, whole) < whole) == on_chip
+    slices = next(op for op in model.graph.ops if op.kind == "dynamic_slice")
+    assert model.residency.share[slices.operands[0]] == 0
 
 
 def test_what_is_written_during_a_value_s_life_has_to_fit_with_it() -> None:

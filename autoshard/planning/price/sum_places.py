@@ -1,0 +1,86 @@
+"""Places at which compilers run the sums over devices of a loop: in the trip, at its end, or after the loop."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.cost import Collectives
+from autoshard.graph import OpGraph, Structure
+from autoshard.planning.price.device_memory import JOINED
+from autoshard.planning.price.reshard_paths import PathPrices
+from autoshard.planning.space.decision_model import EXPOSED, Channel, Reshard
+from autoshard.planning.space.overlap import Overlap
+from autoshard.planning.xla.axis_assignments import PARTIAL, WHOLE, Seconds, local_elements
+from autoshard.planning.xla.sums_after_loops import sums_after_loops
+
+
+class SumPlaces:
+    """Division of reshards in loops into parts by the place of their sums."""
+
+    def __init__(self, graph: OpGraph, structure: Structure, collectives: Collectives, prices: PathPrices) -> None:
+        """Find the sums that leave a loop, if the compiler moves any; `prices` are those of the mesh's paths."""
+        self.graph, self.prices, self.axes = graph, prices, collectives.mesh.sizes
+        self.traits = collectives.mesh.topology.traits
+        self.after = sums_after_loops(graph, structure) if self.traits.sums_after_loops else {}
+        self._masked: dict[tuple[object, ...], tuple[Seconds, Seconds]] = {}
+        self._exposed: dict[int, tuple[object, dict[str, Seconds]]] = {}
+
+    def parts(self, each: Reshard) -> Iterator[Reshard]:
+        """Yield a reshard in parts, each with the mask of the pairs of states at which its sums run in one place.
+
+        A sum that the compiler moves overlaps with nothing: after a loop, and at the end of a trip, no matmul is left.
+        Other reshards are yielded as they are.
+        """
+        path = each.path
+        if each.op < 0 or each.block < 0 or path.collected or not (path.source <= PARTIAL).any():
+            yield each
+            return
+        rest = np.ones((len(path.source), len(path.target)), dtype=bool)
+        for moved, block in self._moved(each):
+            runs = moved & rest
+            if runs.any():
+                rest &= ~runs
+                yield dataclasses.replace(
+                    each, block=block, trips=self.graph.trips(block), overlap=Overlap.NONE, forbidden=None, narrow=None,
+                    costs=self._at_pairs(self._seconds(each, block), runs), runs=runs,
+                )  # fmt: skip
+        yield each if rest.all() else dataclasses.replace(each, costs=self._at_pairs(each.costs, rest), runs=rest)
+
+    def _moved(self, each: Reshard) -> Iterator[tuple[NDArray[np.bool_], int]]:
+        """Yield masks of a reshard's pairs of states whose sums the compiler moves, with the block of these sums.
+
+        A sum leaves a loop if it is whole and nothing else is resharded with it (`sums_after_loops`). A compiler that
+        combines collectives runs the small sums of a trip at its end, after the last of their operands. Evidence:
+        docs/compiler_behaviour.md, "Combined sums of a trip".
+        """
+        path = each.path
+        source, target = path.source[:, None, :], path.target[None, :, :]
+        summed = source <= PARTIAL
+        if each.block == max((self.after.get(t, -1) for t in self.graph.ops[each.op].results), default=-1):
+            alone = summed.any(axis=2) & (np.where(summed, WHOLE, source) == target).all(axis=2)
+            passed = (path.source_dims == path.passed_dims).all(axis=1)
+            yield alone & passed[:, None], self.graph.loops[each.block].parent
+        if self.traits.separate_collective_buffers and each.overlap != Overlap.NONE:
+            small = local_elements(path.target, path.factors, self.axes) * path.itemsize <= JOINED
+            yield summed.any(axis=2) & small[None, :], each.block
+
+    def _seconds(self, each: Reshard, block: int) -> dict[Channel, Seconds]:
+        """Return the tables of a reshard that overlaps with nothing, in `block`; equal paths share their tables."""
+        key = id(each.path)
+        if key not in self._exposed:
+            # The path is retained, so that no other path gets its `id`.
+            self._exposed[key] = each.path, self.prices.seconds(each.path, Overlap.NONE)
+        tables = self._exposed[key][1]
+        return {EXPOSED if what == EXPOSED[1] else (block, what): table for what, table in tables.items()}
+
+    def _at_pairs(self, costs: dict[Channel, Seconds], runs: NDArray[np.bool_]) -> dict[Channel, Seconds]:
+        """Return tables with 0 where `runs` is False; repeated layers share their tables, and so the results."""
+        masked: dict[Channel, Seconds] = {}
+        for channel, table in costs.items():
+            key = (id(table), runs.tobytes())
+            if key not in self._masked:
+                self._masked[key] = table, np.where(runs, table, 0.0)
+            masked[channel] = self._masked[key][1]
+        return masked
