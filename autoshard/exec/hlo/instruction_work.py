@@ -298,7 +298,11 @@ class Reader:
         if op.opcode == "fusion":
             inner = self.module.computations.get(_called(op))
             if inner is not None and inner.root.opcode != "tuple":
-                return self._update(inner, inner.root)
+                # A nested scatter into zeros that the same fusion fills writes the zeros too.
+                base = _base(inner)
+                outer = computation.by_name.get(op.operands[base]) if base is not None else None
+                filled = self._update(computation, outer) if outer is not None else 0
+                return filled + self._update(inner, inner.root)
         return op.padded_bytes
 
 
@@ -314,6 +318,14 @@ def _keeps_elements(computation: Computation, op: Instruction, operand: str) -> 
     if source is None or len(op.shapes) != 1 or op.opcode in _WHOLE or op.called:
         return False
     return op.opcode in _MOVES or op.shapes[0].dims == source.shapes[0].dims
+
+
+def _base(computation: Computation) -> int | None:
+    """Return the number of the parameter that a fused computation's result updates in place; None without one."""
+    op: Instruction | None = computation.root
+    while op is not None and op.opcode in ("bitcast", "reshape", *_UPDATE):
+        op = computation.by_name.get(op.operands[0])
+    return next((number for number, parameter in computation.parameters.items() if parameter is op), None)
 
 
 def _hands_on(computation: Computation, number: int) -> bool:

@@ -24,8 +24,9 @@ from autoshard.planning.space.attention_exchange import is_ring, ring_memory
 from autoshard.planning.space.decision_model import EXPOSED, Channel, Model, Reshard, link_names
 from autoshard.planning.space.dim_groups import factor_states
 from autoshard.planning.space.overlap import Overlap, lanes
-from autoshard.planning.xla.array_layouts import padded_bytes, padded_row_bytes, scratch_itemsize, table_of
+from autoshard.planning.xla.array_layouts import scratch_itemsize
 from autoshard.planning.xla.axis_assignments import States
+from autoshard.planning.xla.table_layouts import table_copies
 from autoshard.program import Role
 
 
@@ -370,19 +371,10 @@ def solved_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]
             split = state if op.rule is None else factor_states(state, op.rule.operands[0])
             local = spec_of(model, split, 0, len(first.shape)).local_shape(first.shape, sizes)
             buffers.append(LiveBuffer(op_id, op_id + 1, math.prod(local) * scratch, "temporaries", op.operands[0]))
-        table = table_of(model.graph, op, model.mesh.topology.backend)
-        if table is None or op.rule is None:
-            continue
-        record, state = model.graph.tensors[table], node.states[[int(choices[number])]]
-        split = factor_states(state, op.rule.operands[0])
-        local = spec_of(model, split, 0, len(record.shape)).local_shape(record.shape, sizes)
-        size = padded_bytes(op.kind, local, record.itemsize)
-        if op.kind == "scatter":
-            rows = model.graph.tensors[op.operands[2]]
-            spec = spec_of(model, factor_states(state, op.rule.operands[2]), 0, len(rows.shape))
-            count = np.array(math.prod(spec.local_shape(rows.shape, sizes)), dtype=np.float64)
-            size += int(padded_row_bytes(rows, count, np.array(float(local[1]))))
-        buffers.append(LiveBuffer(op_id, op_id + 1, size, "temporaries", table))
+        state, topology = node.states[[int(choices[number])]], model.mesh.topology
+        copies = table_copies(model.graph, op, state, model.axis_sizes, topology)
+        for start, stop, copied in copies.held if copies is not None else ():
+            buffers.append(LiveBuffer(start, stop, int(np.rint(copied[0])), "temporaries", op.operands[0]))
     return buffers
 
 

@@ -395,4 +395,6 @@ class NodePricer:
         held = np.ones(len(states), dtype=bool)
         usage = own.memory(work)
         memory = (MemoryTerm("temporaries", op.id, op.id + 1, usage),) if usage.any() else ()
+        for start, stop, copied in own.copies(work):
+            memory += (MemoryTerm("temporaries", start, stop, np.rint(copied).astype(np.int64)),)
         self.nodes.append(Node("op", op.id, states, held, time, memory, op.name or op.kind, inner))

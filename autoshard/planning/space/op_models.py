@@ -14,15 +14,9 @@ from autoshard.graph import IN, OUT, FactorKind, Op, OpGraph, is_sum
 from autoshard.planning.space.call_models import CALL_MODELS, call_kind
 from autoshard.planning.space.dim_groups import factor_states
 from autoshard.planning.space.op_work import OpModel, OpWork, Side, matrix_seconds, no_memory, sides, streamed_seconds
-from autoshard.planning.xla.array_layouts import (
-    SORTS,
-    cumulative_copies,
-    padded_rows,
-    padded_tables,
-    relaid_bytes,
-    scratch_itemsize,
-)
+from autoshard.planning.xla.array_layouts import SORTS, cumulative_copies, scratch_itemsize
 from autoshard.planning.xla.axis_assignments import WHOLE, Seconds, local_elements, relabel
+from autoshard.planning.xla.table_layouts import table_copies
 
 
 FOLDED_OPS = frozenset(
@@ -124,14 +118,15 @@ def _row_bytes(work: OpWork, table: int, rows: int) -> Seconds:
 
 
 def _relaid(work: OpWork, size: Seconds) -> Seconds:
-    """Return `size`, the bytes of a gather or scatter, plus the traffic of padded copies of its table and updates."""
-    return size + relaid_bytes(work.graph, work.op, work.states, work.axes, work.backend)
+    """Return `size`, the bytes of a gather or scatter, plus the traffic of copies in other layouts, [states]."""
+    copies = table_copies(work.graph, work.op, work.states, work.axes, work.compute.topology)
+    return size if copies is None else size + copies.traffic
 
 
-def _padded_memory(work: OpWork) -> NDArray[np.int64]:
-    """Return the bytes that the padded copies of a gather's or scatter's table and updates occupy, [states]."""
-    where = (work.graph, work.op, work.states, work.axes, work.backend)
-    return (padded_tables(*where) + padded_rows(*where)).astype(np.int64)
+def _table_memory(work: OpWork) -> list[tuple[int, int, Seconds]]:
+    """Return the bytes of the copies of a gather's or scatter's table and rows, with the ops during which they live."""
+    copies = table_copies(work.graph, work.op, work.states, work.axes, work.compute.topology)
+    return [] if copies is None else list(copies.held)
 
 
 def _sort_seconds(work: OpWork, size: Seconds) -> Seconds:
@@ -282,8 +277,8 @@ def _convolution_efficiency(work: OpWork) -> Seconds | None:
 
 
 OP_MODELS: Mapping[str, OpModel] = {
-    "gather": OpModel(_gathered, _gathered_bytes, memory=_padded_memory),
-    "scatter": OpModel(_scattered, _scattered_bytes, memory=_padded_memory),
+    "gather": OpModel(_gathered, _gathered_bytes, copies=_table_memory),
+    "scatter": OpModel(_scattered, _scattered_bytes, copies=_table_memory),
     **dict.fromkeys(SORTS, OpModel(streamed=_sort_seconds, memory=_scratch_memory)),
     "reduce_window": OpModel(streamed=_cumulative_seconds, memory=_scratch_memory),
     "fft": OpModel(streamed=_fft_seconds),

@@ -135,6 +135,11 @@ def no_memory(work: OpWork) -> NDArray[np.int64]:
     return np.zeros(len(work.states), dtype=np.int64)
 
 
+def _no_copies(work: OpWork) -> list[tuple[int, int, Seconds]]:
+    """Return no copies."""
+    return []
+
+
 def _no_collectives(work: OpWork, busy: Seconds, collectives: Collectives) -> list[Inner]:
     """Return no collectives."""
     return []
@@ -154,6 +159,8 @@ class OpModel:
     """Seconds of an op with FLOPs, given its traffic and the further bytes that its fused operands read."""
     memory: Callable[[OpWork], NDArray[np.int64]] = no_memory
     """Bytes that the op occupies in addition to its operands and results."""
+    copies: Callable[[OpWork], list[tuple[int, int, Seconds]]] = _no_copies
+    """Bytes of copies in other layouts, each with the half-open range of ops during which it lives."""
     collectives: Callable[[OpWork, Seconds, Collectives], list[Inner]] = _no_collectives
     """Collectives inside of the op's own code, given its seconds; the partitioner's are not among them."""
     apart: bool = False

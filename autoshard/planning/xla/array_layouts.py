@@ -1,13 +1,12 @@
-"""Memory of compilers beyond the elements: padding of tiles, scratch of sorts, and tables in another layout."""
+"""Memory of compilers beyond the elements: padding of tiles, and scratch of sorts."""
 
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from autoshard.cost import BACKENDS, LANES, shard_bytes, tile_padding
-from autoshard.graph import GROUPED, GROUPED_GRADIENT, FactorKind, Op, OpClass, OpGraph, Tensor, is_batched
-from autoshard.planning.xla.axis_assignments import WHOLE, Seconds, States, local_elements, local_sizes, relabel
+from autoshard.cost import BACKENDS, LANES, tile_padding
+from autoshard.graph import GROUPED, GROUPED_GRADIENT, FactorKind, Op, OpClass, OpGraph, is_batched
+from autoshard.planning.xla.axis_assignments import Seconds, States, local_sizes
 
 
 class Padding:
@@ -169,117 +168,3 @@ def cumulative_copies(graph: OpGraph, op: Op, backend: str) -> int:
     if first.shape != result.shape or len(along) != 1 or first.shape[along[0]] <= LANES:
         return 0
     return 2 if along[0] == len(first.shape) - 1 else 1
-
-
-MAX_UNPADDED_COLUMNS = 32
-"""Largest number of columns of a table that a gather reads in its stored layout: 32 was observed, 64 was not."""
-
-
-def table_of(graph: OpGraph, op: Op, backend: str) -> int | None:
-    """Return the matrix whose whole rows a gather reads or a scatter updates; None for other ops and off TPUs.
-
-    A table with another number of dims than two gives None.
-    """
-    if not BACKENDS[backend].tiled or op.rule is None or op.kind not in ("gather", "scatter"):
-        return None
-    table = op.operands[0]
-    if len(graph.tensors[table].shape) != 2:
-        return None
-    rows = op.rule.results[0] if op.kind == "gather" else op.rule.operands[2]
-    columns = op.rule.operands[0][1]
-    row_factors = {factor for dim in rows for factor in dim}
-    return table if len(columns) == 1 and columns[0] in row_factors else None
-
-
-def padded_bytes(kind: str, shape: Sequence[int], itemsize: int) -> int:
-    """Return the bytes of the padded copy of a table's shard in a `gather` or `scatter`; 0 if there is no copy.
-
-    Columns in whole registers need none, nor does a gather of at most `MAX_UNPADDED_COLUMNS` columns.
-
-    - `kind`: kind of op.
-    - `shape`: rows and columns of the shard.
-    - `itemsize`: bytes of an element.
-    """
-    if shape[1] % LANES == 0 or (kind == "gather" and shape[1] <= MAX_UNPADDED_COLUMNS):
-        return 0
-    return shard_bytes(shape, itemsize, tiled=True)
-
-
-def padded_tables(graph: OpGraph, op: Op, states: States, axes: Sequence[int], backend: str) -> Seconds:
-    """Return the `padded_bytes` of an op's table in every state; 0 for an op without a table.
-
-    - `states`: factor that each mesh axis splits, [states, axes].
-    - `axes`: sizes of the mesh axes.
-    """
-    table = table_of(graph, op, backend)
-    if table is None:
-        return np.zeros(len(states))
-    record = graph.tensors[table]
-    rows, columns = (part.astype(np.int64) for part in local_dims(graph, op, 0, states, axes))
-    itemsize = record.itemsize
-    shapes, which = np.unique(np.stack([rows, columns], axis=1), axis=0, return_inverse=True)
-    sizes = [padded_bytes(op.kind, [int(n) for n in shape], itemsize) for shape in shapes]
-    return np.asarray(sizes, dtype=np.float64)[which.reshape(-1)]
-
-
-def padded_rows(graph: OpGraph, op: Op, states: States, axes: Sequence[int], backend: str) -> Seconds:
-    """Return the bytes that padding adds to a scatter's updates in every state; 0 for other ops.
-
-    Updates that the program computes are written padded. Updates that are an argument are copied.
-
-    - `states`: factor that each mesh axis splits, [states, axes].
-    - `axes`: sizes of the mesh axes.
-    """
-    table = table_of(graph, op, backend)
-    if table is None or op.kind != "scatter":
-        return np.zeros(len(states))
-    _, columns = local_dims(graph, op, 0, states, axes)
-    own = math.prod(local_dims(graph, op, 2, states, axes), start=np.ones(len(states)))
-    return padded_row_bytes(graph.tensors[op.operands[2]], own, columns)
-
-
-def padded_row_bytes(rows: Tensor, elements: Seconds, columns: Seconds) -> Seconds:
-    """Return the bytes that padding adds to `elements` of a scatter's updates; 0 if rows fill whole registers.
-
-    Updates that are an argument are copied, so their own bytes are added too.
-
-    - `rows`: the tensor of the updates.
-    - `columns`: local columns of the table.
-    """
-    copied = elements if rows.producer >= 0 else 0.0
-    padded = elements / np.maximum(columns, 1.0) * (np.ceil(columns / LANES) * LANES)
-    return np.where(columns % LANES > 0, (padded - copied) * rows.itemsize, 0.0)
-
-
-def local_dims(graph: OpGraph, op: Op, operand: int, states: States, axes: Sequence[int]) -> list[Seconds]:
-    """Return the dims of an operand's shard in every state of the op, one array [states] for each dim.
-
-    - `operand`: position of the operand.
-    - `states`: factor that each mesh axis splits, [states, axes].
-    - `axes`: sizes of the mesh axes.
-    """
-    assert op.rule is not None
-    shape, dims = graph.tensors[op.operands[operand]].shape, op.rule.operands[operand]
-    parts = []
-    for size, factors in zip(shape, dims, strict=True):
-        mapping = [0 if f in factors else WHOLE for f in range(len(op.rule.sizes))]
-        parts.append(local_elements(relabel(states, mapping), (size,), axes))
-    return parts
-
-
-def relaid_bytes(graph: OpGraph, op: Op, states: States, axes: Sequence[int], backend: str) -> Seconds:
-    """Return the memory traffic of padded copies of an op's table and updates, [states].
-
-    A scatter fills and reads both copies; a gather reads the table and writes its copy.
-
-    - `states`: factor that each mesh axis splits, [states, axes].
-    - `axes`: sizes of the mesh axes.
-    """
-    padded = padded_tables(graph, op, states, axes, backend)
-    if op.kind == "scatter":
-        return 2.0 * (padded + padded_rows(graph, op, states, axes, backend))
-    if not padded.any():
-        return padded
-    record = graph.tensors[op.operands[0]]
-    own = math.prod(local_dims(graph, op, 0, states, axes)) * record.itemsize
-    return np.where(padded > 0, padded + own, 0.0)

@@ -293,6 +293,30 @@ def test_a_fused_scatter_moves_its_rows_and_writes_the_table_that_the_fusion_mak
     assert work(text, "s").hbm_bytes == (3 * 2 + written) * 512 * 4 + 2 * 4
 
 
+def test_a_scatter_in_a_fusion_of_its_own_fills_the_table_that_the_outer_fusion_makes():
+    """Compare with the same scatter without the inner fusion; TPU compilers emit sorted scatters like this."""
+    wide, rows, ids = "f32[1024,512]{1,0}", "f32[2,512]{1,0}", "s32[2,1]{1,0}"
+    put = (
+        "scatter(%t, %i, %u), update_window_dims={1}, inserted_window_dims={0}, "
+        "scatter_dims_to_operand_dims={0}, index_vector_dim=1, to_apply=%add"
+    )
+    inner = (
+        f"%inner (t: f32[1024,512], i: s32[2,1], u: f32[2,512]) -> f32[1024,512] {{\n  %t = {wide} parameter(0)\n"
+        f"  %i = {ids} parameter(1)\n  %u = {rows} parameter(2)\n  ROOT %r = {wide} {put}\n}}\n\n"
+    )
+    found = []
+    for root in (put, "fusion(%t, %i, %u), kind=kCustom, calls=%inner"):
+        outer = (
+            f"%outer (i: s32[2,1], u: f32[2,512]) -> f32[1024,512] {{\n  %i = {ids} parameter(0)\n"
+            f"  %u = {rows} parameter(1)\n  %c = f32[] constant(0)\n  %t = {wide} broadcast(%c), dimensions={{}}\n"
+            f"  ROOT %s = {wide} {root}\n}}\n"
+        )
+        arguments = f"  %i = {ids} parameter(0)\n  %u = {rows} parameter(1)\n"
+        text = module(f"  ROOT %f = {wide} fusion(%i, %u), kind=kCustom, calls=%outer", inner + outer, arguments)
+        found.append(work(text, "f").hbm_bytes)
+    assert found[1] == found[0] > 1024 * 512 * 4
+
+
 def test_a_scatter_moves_its_rows_and_not_what_they_are_put_into():
     text = module(
         f"  ROOT %s = {BIG} scatter(%p, %i, %u), update_window_dims={{1}}, inserted_window_dims={{0}}, "

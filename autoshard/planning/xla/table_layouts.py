@@ -1,0 +1,255 @@
+"""Layouts of tables on TPUs: the copies that gathers and scatters of rows make of tables, rows and updated parameters.
+
+A table may have several dims of rows, such as the features of stacked embedding tables, and of columns. The compiler
+(libtpu 0.0.52) reads and updates it with its rows in order, one after the other. Or it leaves the table in its compact
+layout, where a dim of rows is along the lanes.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.cost import LANES, Topology, tile_padding
+from autoshard.graph import Op, OpClass, OpGraph
+from autoshard.planning.xla.axis_assignments import WHOLE, Seconds, States, local_elements, relabel
+
+
+MAX_UNPADDED_COLUMNS = 32
+"""Largest number of columns of a table that a gather reads in its compact layout: 32 was observed, 64 was not."""
+_LARGEST_COPY = 0.05
+"""Share of a device's memory up to which a scatter has a copy of which half or more is padding.
+
+Compiled alone for v5e of 16 GiB, a table of 812 MiB of padded rows has one, and one of 832 MiB has none. On v6e the
+limit is between 1,536 and 1,792 MiB, on v5p between 4 and 5 GiB.
+"""
+_BINARY = 2**30 / 1e9
+"""Bytes of a GiB for each byte of a GB; the memory of TPUs is sold in GB and has as many GiB."""
+_SUBLANES = 8
+"""Columns of the compact layout that one tile holds."""
+_LOOPED = 5.0
+"""Passes over a gradient whose features a scatter has joined: 2 of a reshape, and 3 of a loop.
+
+The loop moves one feature and column at a time through on-chip memory. Compiled for v5e: 7 tables of 1,048,576 rows of
+16 columns, AdamW.
+"""
+
+
+class Table(NamedTuple):
+    """Dims of the table of one gather or scatter."""
+
+    tensor: int
+    rows: int
+    """Number of leading dims, which indices or batches select."""
+
+
+class Copies(NamedTuple):
+    """Copies of one gather or scatter in other layouts, in every state."""
+
+    traffic: Seconds
+    """Bytes that the copies move beyond those of operands and results, [states]."""
+    held: tuple[tuple[int, int, Seconds], ...]
+    """Bytes of each copy, [states], with the half-open range of ops during which it lives."""
+
+
+class Update(NamedTuple):
+    """Optimizer's update that elementwise ops compute from the result of a scatter."""
+
+    first: int
+    """First of its ops that writes a result of the program."""
+    last: int
+    results: int
+    """Number of results of the program, such as a parameter and its momentum."""
+    forms: int
+    """Number of ops that read the gradient itself; each reads a form of its own."""
+
+    @property
+    def follows(self) -> bool:
+        """True if states are updated by one op that reads the gradient: it then has the gradient's layout."""
+        return self.results > 1 and self.forms == 1
+
+    def span(self) -> tuple[int, int]:
+        """Return the half-open range of ops from the first written result until all are written.
+
+        One fusion writes all results, so that none of them overwrites what the fusion reads.
+        """
+        return min(self.first + 1, self.last), self.last + 2
+
+
+def table_of(graph: OpGraph, op: Op, topology: Topology) -> Table | None:
+    """Return the table whose whole rows a gather reads or a scatter updates; None for other ops and off TPUs.
+
+    Columns are the trailing dims that are in the rows and not in the indices.
+    """
+    if not topology.traits.tiled or op.rule is None or op.kind not in ("gather", "scatter"):
+        return None
+    table, (dims, indices) = op.operands[0], op.rule.operands[:2]
+    rows = op.rule.results[0] if op.kind == "gather" else op.rule.operands[2]
+    own = {factor for dim in rows for factor in dim} - {factor for dim in indices for factor in dim}
+    is_column = [bool(dim) and own.issuperset(dim) for dim in dims]
+    count = is_column.index(True) if True in is_column else 0
+    if not count or not all(is_column[count:]):
+        return None
+    updates = graph.tensors[op.results[0] if op.kind == "gather" else op.operands[2]]
+    found = math.prod(size for f, size in enumerate(op.rule.sizes) if any(f in dim for dim in indices) and _in(f, rows))
+    # Windows of several rows are no rows of a table.
+    columns = math.prod(graph.tensors[table].shape[count:])
+    return Table(table, count) if updates.elements == found * columns else None
+
+
+def _in(factor: int, dims: Sequence[tuple[int, ...]]) -> bool:
+    """Return True if a factor is in one of some dims."""
+    return any(factor in dim for dim in dims)
+
+
+def table_copies(graph: OpGraph, op: Op, states: States, axes: Sequence[int], topology: Topology) -> Copies | None:
+    """Return the bytes of the copies of an op's table in every state; None for an op without a table.
+
+    - `states`: factor that each mesh axis splits, [states, axes].
+    - `axes`: sizes of the mesh axes.
+    """
+    table = table_of(graph, op, topology)
+    if table is None:
+        return None
+    record = graph.tensors[table.tensor]
+    dims = local_dims(graph, op, 0, states, axes)
+    columns = dims[table.rows :]
+    shards = np.stack([math.prod(dims[: table.rows]), *columns], axis=1).astype(np.float64)
+    own = shards.prod(axis=1) * record.itemsize
+    ratio = tile_padding(shards, record.itemsize, in_order=True)
+    # A shard whose rows in order need no more than the compact layout is stored like this.
+    relaid = ratio > tile_padding(shards, record.itemsize) * (1 + 1e-9)
+    read = ratio * MAX_UNPADDED_COLUMNS < LANES
+    if op.kind == "gather":
+        padded = np.where(relaid & read, own * ratio, 0.0)
+        held = [(op.id, op.id + 1, padded)]
+        traffic = np.where(padded > 0, padded + own, 0.0)
+    else:
+        relaid &= (ratio < 2) | (own * ratio <= _limit(topology)) | (len(columns) > 1)
+        padded = np.where(relaid, own * ratio, 0.0)
+        rows = np.where(relaid, _row_padding(graph, op, states, axes, columns[-1]), 0.0)
+        held = [(op.id, op.id + 1, padded), (op.id, op.id + 1, rows)]
+        traffic = 2.0 * (padded + rows)
+        update = update_of(graph, op.results[0])
+        if update is not None:
+            features = math.prod(dims[: table.rows - 1], start=np.ones(len(states)))
+            lone = (features == 1) & (update.follows | (read & (table.rows > 1)))
+            copied, moved = _updated(update, features, shards[:, 1:].prod(axis=1), own, padded, lone)
+            held.append((*update.span(), copied))
+            traffic += moved
+    return Copies(traffic, tuple(each for each in held if each[2].any()))
+
+
+def _limit(topology: Topology) -> float:
+    """Return the bytes of the largest padded copy of which half or more is padding."""
+    return _LARGEST_COPY * _BINARY * topology.chip.hbm_bytes / topology.devices_per_chip
+
+
+def _row_padding(graph: OpGraph, op: Op, states: States, axes: Sequence[int], columns: Seconds) -> Seconds:
+    """Return the bytes that padding adds to a scatter's rows, [states].
+
+    Rows that the program computes are written padded. Rows that are an argument, or a view or transposition of another
+    value, are copied, so their own bytes are added too.
+
+    - `columns`: local size of the last dim of a row.
+    """
+    record = graph.tensors[op.operands[2]]
+    elements = math.prod(local_dims(graph, op, 2, states, axes), start=np.ones(len(states)))
+    maker = graph.maker(op.operands[2])
+    moved = maker is None or maker.op_class is OpClass.VIEW or maker.kind == "transpose"
+    copied = 0.0 if moved else elements
+    filled = elements / np.maximum(columns, 1.0) * (np.ceil(columns / LANES) * LANES)
+    return np.where(columns % LANES > 0, (filled - copied) * record.itemsize, 0.0)
+
+
+def _updated(
+    update: Update, features: Seconds, columns: Seconds, own: Seconds, padded: Seconds, lone: NDArray[np.bool_]
+) -> tuple[Seconds, Seconds]:
+    """Return the bytes of copies of gradients and updated parameters of a scatter, and their traffic, [states].
+
+    The optimizer's update has the layout of the scatter, and its results are copied to that of the program. Three cases
+    were compiled for v5e (SGD, momentum and AdamW on 1 to 16 tables of 4 to 128 columns).
+
+    1. One table in padded rows, whose update `follows` the gradient: the parameter and each state have copies in padded
+       rows before and after the update. So has one table of a stack that is gathered in padded rows. The parameter of a
+       matrix does not: its gradient is copied instead.
+    2. Several tables in padded rows: the results have their features inside of the columns.
+    3. Several tables in compact form: the scatter joins their rows. Unless features fill tiles, a loop separates them,
+       and the results have copies as in 2.
+
+    Columns that fill one row of tiles need no copies in 2 and 3, since the orders of both layouts are the same. Nor do
+    fewer columns, if features fill tiles too.
+
+    - `features`: local size of all dims of rows but the last.
+    - `columns`: local number of columns.
+    - `own`, `padded`: bytes of the shard and of its copy with padded rows.
+    - `lone`: states of case 1, if the rows are padded.
+    """
+    joined = features > 1
+    unaligned = features % _SUBLANES > 0
+    narrow = padded == 0
+    same = (columns == _SUBLANES) | ((columns < _SUBLANES) & (~unaligned | np.isin(features, (2, 4))))
+    apart = joined & ~same & (columns % LANES > 0) & (~narrow | unaligned)
+    # Results have as many features as fill the rows of a tile.
+    rows = np.clip(2.0 ** np.ceil(np.log2(features)), 1, _SUBLANES)
+    filled = own * np.ceil(features / rows) * rows / features
+    forms = np.where(joined, update.forms, 1.0)
+    results = update.results
+    overwritten = (update.first == update.last) & ~apart
+    held = np.where(apart, filled * (forms + results), own * (forms - overwritten))
+    # Scaled gradients are written and read, brought into place, and results are read and written once more.
+    placed = np.where(unaligned, np.where(narrow, _LOOPED, 2.0), 0.0)
+    traffic = np.where(joined & (apart | (forms > 1)), 2.0 * forms * own, 0.0)
+    traffic += np.where(apart, placed * forms * own + 2.0 * results * filled, 0.0)
+    # Copies of a lone table are written and read, before the update and after it.
+    alone = lone & ~narrow
+    held = np.where(alone, (results + 1) * padded, held)
+    return held, np.where(alone, 4.0 * results * padded, traffic)
+
+
+def update_of(graph: OpGraph, gradient: int) -> Update | None:
+    """Return the update whose elementwise ops read a gradient; None if no result of the program follows from it."""
+    shape, results = graph.tensors[gradient].shape, set(graph.results)
+    known, readers, written = {gradient}, set[int](), list[int]()
+    waiting = [gradient]
+    while waiting:
+        tensor = waiting.pop()
+        for user in graph.users[tensor]:
+            view = user.op_class is OpClass.VIEW and user.kind in _SAME_ELEMENTS
+            if user.op_class is not OpClass.POINTWISE and not view:
+                continue
+            out = user.results[0]
+            if graph.tensors[out].elements != graph.tensors[gradient].elements:
+                continue
+            if tensor == gradient and not view:
+                readers.add(user.id)
+            if out in results and graph.tensors[out].shape == shape:
+                written.append(user.id)
+            if out not in known:
+                known.add(out)
+                waiting.append(out)
+    if not written:
+        return None
+    return Update(min(written), max(written), len(set(written)), max(1, len(readers)))
+
+
+_SAME_ELEMENTS = frozenset({"reshape", "convert", "sharding_constraint"})
+"""Views that have all elements of their operand."""
+
+
+def local_dims(graph: OpGraph, op: Op, operand: int, states: States, axes: Sequence[int]) -> list[Seconds]:
+    """Return the dims of an operand's shard in every state of the op, one array [states] for each dim.
+
+    - `operand`: position of the operand.
+    - `states`: factor that each mesh axis splits, [states, axes].
+    - `axes`: sizes of the mesh axes.
+    """
+    assert op.rule is not None
+    shape, dims = graph.tensors[op.operands[operand]].shape, op.rule.operands[operand]
+    parts = []
+    for size, factors in zip(shape, dims, strict=True):
+        mapping = [0 if f in factors else WHOLE for f in range(len(op.rule.sizes))]
+        parts.append(local_elements(relabel(states, mapping), (size,), axes))
+    return parts
