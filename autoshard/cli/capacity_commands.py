@@ -190,8 +190,12 @@ def _swept(arguments: argparse.Namespace, answer: TextIO, pool: "RayPool | None"
             **planning_flags(arguments),
         )
     if arguments.out is not None:
-        tokens = {} if arguments.tokens is None else {"tokens": arguments.tokens}
-        keep_assumptions(arguments.out, Assumptions(**tokens, **({"prices": prices} if prices else {})))
+        assumed = Assumptions()
+        if arguments.tokens is not None:
+            assumed["tokens"] = arguments.tokens
+        if prices:
+            assumed["prices"] = prices
+        keep_assumptions(arguments.out, assumed)
     if arguments.plot is not None:
         plot_sweep(rows, arguments.plot)
     if arguments.json:

@@ -174,7 +174,7 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
     peak, when, memory = _memory(model, live_buffers(model, choices))
     solved = peak
     traits = model.mesh.topology.traits
-    if traits.separate_collective_buffers or model.liveness.reserved or model.mesh.topology.backend == "tpu":
+    if traits.separate_collective_buffers or model.liveness.reserved or model.mesh.topology.traits.tiled:
         solved, _, _ = _memory(model, solved_buffers(model, choices))
     return Outcome(dict(channels), tuple(collectives), peak, when, memory, host_bytes(model, choices), solved)
 
@@ -288,7 +288,7 @@ def live_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
     collective buffers; on TPUs these are only the tables that gathers read.
     """
     buffers = solved_buffers(model, choices)
-    if model.mesh.topology.backend == "tpu":
+    if model.mesh.topology.traits.tiled:
         steps_to_copies = {
             number: reshard_time(model, reshard, choices).steps
             for number, reshard in enumerate(model.reshards)

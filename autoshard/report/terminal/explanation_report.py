@@ -1,7 +1,7 @@
 """Report of one tensor's spec, of the limits of a plan, and of its alternatives."""
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -260,11 +260,12 @@ def _compute(plan: Plan) -> list[str]:
 
 def _kinds(ops: Sequence[PlannedOp]) -> str:
     """Return the costliest kind of some ops, and the resource that limits most of their compute."""
-    by_kind, by_limit = Counter[str](), Counter[str]()
+    by_kind, by_limit = defaultdict[str, float](float), defaultdict[str, float](float)
     for op in ops:
         by_kind[op.kind] += op.compute_s
         by_limit[_LIMITS.get(op.bound, op.bound)] += op.compute_s
-    return f"{by_kind.most_common(1)[0][0]}, limited by {by_limit.most_common(1)[0][0]}"
+    kind, limit = (max(seconds, key=lambda each: seconds[each]) for seconds in (by_kind, by_limit))
+    return f"{kind}, limited by {limit}"
 
 
 def _softmax_in_memory(costly: Sequence[tuple[str, Sequence[PlannedOp]]], step: float) -> list[str]:
