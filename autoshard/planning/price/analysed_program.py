@@ -10,7 +10,6 @@ from autoshard.base.workers import WorkerCrew
 from autoshard.cost import BACKENDS, Bill, Calibration, Mesh, Topology, make_mesh, recorded_calibration
 from autoshard.errors import UserError
 from autoshard.graph import (
-    ExtraTraffic,
     FusionRules,
     Liveness,
     OpGraph,
@@ -35,7 +34,7 @@ from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.derived_axes import axis_parts_of, stage_axis
 from autoshard.planning.space.dim_groups import Groups, find_groups, tensor_groups
 from autoshard.planning.space.user_constraints import Asked, Required, require
-from autoshard.program import WEIGHTS, Lifted, Program, Role, lift_constraints, lowered_for
+from autoshard.program import WEIGHTS, Lifted, Program, lift_constraints, lowered_for
 
 
 LATE_IN_STAGES = frozenset({"v6e"})
@@ -83,9 +82,6 @@ def analyse_program(program: Program, backend: str, kept: bool = False) -> Analy
     rules = FusionRules(traits.fuses_into_matmuls, traits.narrows_stacks, traits.gpu_kernels)
     softmaxes = find_softmaxes(graph, structure) if rules.fused_matmuls else ()
     liveness = analyse(graph, undonated, updates, rules, softmaxes)
-    # Every step writes its batch into the devices' memory. A copy of the whole batch on every device costs more.
-    fed = (ExtraTraffic(t, -1, 1) for t, a in named if a.role is Role.BATCH)
-    liveness = dataclasses.replace(liveness, extra_traffic=(*liveness.extra_traffic, *fed))
     if traits.late_gradients:
         liveness = defer_weight_gradients(graph, liveness)
     return AnalysedProgram(graph, structure, liveness, find_groups(program, graph, structure))
