@@ -105,4 +105,5 @@ def test_what_a_softmax_holds_is_nowhere_else() -> None:
     before = analyse(graph, rules=TPU)
     after = analyse(graph, rules=TPU, softmaxes=softmaxes)
     assert inside.intersection(tensor for tensor, *_ in before.buffers)
-    assert after.buffers == tuple(buffer for buffer in before.buffers if buffer[0] not in inside)
+    # Other values may live longer or shorter, as the compiler stores probabilities that it knows to be scores.
+    assert {tensor for tensor, *_ in after.buffers} == {tensor for tensor, *_ in before.buffers} - inside

@@ -323,4 +323,4 @@ def test_a_file_without_choices_is_not_run_for_them(tmp_path: Path) -> None:
     file = tmp_path / "model.py"
     file.write_text("raise ValueError('run')")
     assert read_choices(str(file)) == {} == read_choices("hf:gpt2-tiny")
-    assert settled_options({}, "h100:8") == {"preferred": {}}
+    assert settled_options({}, "h100:8") == {"preferred": {"attention": "auto:cudnn"}}

@@ -106,6 +106,8 @@ class FusionAnalysis:
     """Result of `_computed_inside`."""
     fused_gathers: frozenset[int]
     """Gathers whose rows the kernels that read them may fetch; they read their table as separate kernels do."""
+    scores: frozenset[int] = frozenset()
+    """Tensors of softmaxes between matmuls."""
     ends: Sequence[frozenset[int] | None] = ()
     """For each tensor the fusion-ending ops that its consumers lead to; None for more than `MANY`."""
     joins: Mapping[int, int] = dataclasses.field(default_factory=dict)
@@ -184,6 +186,7 @@ def begin_analysis(
         frozenset(kernels),
         _computed_inside(graph, passing) if rules.gpu_kernels else {},
         _fused_gathers(graph, consumers) if rules.gpu_kernels else frozenset(),
+        scores,
     )
     joins = _joins(graph, consumers, {op.id for op in graph.ops if analysis.ends_fusion(op)}) if fused else {}
     return dataclasses.replace(analysis, ends=_ends_of(graph, analysis), joins=joins)

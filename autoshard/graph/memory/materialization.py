@@ -174,6 +174,8 @@ class _StoreDecision:
             return True
         if len(users) < 2 and not (rules.fused_matmuls and self._rounds_summed(tensor)):
             return False
+        if rules.fused_matmuls and tensor in self.analysis.scores:
+            return sum(sizes[t] for t in reads) > sizes[tensor]
         if rules.fused_matmuls and not apart:
             return self._saves_traffic(tensor, reads)
         if ends is not None and len(ends) == 1:
