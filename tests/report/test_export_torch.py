@@ -198,9 +198,10 @@ def test_what_fsdp2_has_no_use_for_is_refused(plan: Plan) -> None:
 def test_an_fsdp_plan_stays_one_where_its_ids_stand_whole() -> None:
     """Export a plan that looks tokens up by columns: every process receives its rows, at the step of FSDP itself."""
     options = {"train": True, "batch": 16, "seq": 512, "remat": "full"}
-    made = autoshard.plan("hf:llama-tiny", topology="h100:8", mesh={"data": 8}, program_options=options)
-    ids = dataclasses.replace(made, arguments={**made.arguments, "batch.input_ids": Spec.replicated(2)})
     within = autoshard.plan("hf:llama-tiny", topology="h100:8", mesh={"data": 8}, program_options=options, form="fsdp2")
+    provenance = {key: value for key, value in within.provenance.items() if key != "for"}
+    arguments = {**within.arguments, "batch.input_ids": Spec.replicated(2)}
+    ids = dataclasses.replace(within, arguments=arguments, provenance=provenance)
     exported = make_export(within, "fsdp2")
     assert exported.prediction == within.prediction and within.arguments["batch.input_ids"].axes == ("data",)
     of_ids = make_export(ids, "fsdp2", force=True)
