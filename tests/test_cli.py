@@ -37,11 +37,11 @@ FLAGS = {
     "compile": {"--debug", "--force", "--hlo", "--json", "--plan", "--quick", "--quiet", "--time-limit"} | PROGRAM,
     "diff": {"--debug", "--json", "--quiet"},
     "doctor": {"--debug", "--json", "--quiet"},
-    "plan": {"--candidates", "--compile", "--debug", "--for", "--json", "--no-cache", "--out", "--quiet"}
+    "plan": {"--candidates", "--compile", "--debug", "--for", "--json", "--no-cache", "--out", "-o", "--quiet"}
     | PROGRAM
     | PLANNING,
     "degrees": {
-        *("--batch", "--debug", "--force", "--framework", "--json", "--out", "--quiet", "--seq", "--topology"),
+        *("--batch", "--debug", "--force", "--framework", "--json", "--out", "-o", "--quiet", "--seq", "--topology"),
     },
     "completion": {"--debug", "--json", "--quiet"},
     "estimate": {
@@ -71,7 +71,7 @@ FLAGS = {
     | PROGRAM
     | PLANNING,
     "refine": {
-        *("--compile-limit", "--debug", "--json", "--judge", "--on", "--out", "--plans", "--quiet", "--rounds"),
+        *("--compile-limit", "--debug", "--json", "--judge", "--on", "--out", "-o", "--plans", "--quiet", "--rounds"),
         *("--steps", *PROGRAM),
         *(PLANNING - {"--save-problem"}),
     },
@@ -103,6 +103,7 @@ FLAGS = {
         "--iterations",
         "--json",
         "--out",
+        "-o",
         "--quiet",
         "--seed",
         "--threads",
