@@ -284,8 +284,9 @@ def _events(buffers: Sequence[LiveBuffer]) -> list[tuple[int, int, str]]:
 
 
 def live_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
-    """Return every buffer on one device, with results allocated from the start where the backend does so, and with its
-    collective buffers; on TPUs these are only the tables that gathers read.
+    """Return every buffer on one device, with results allocated from the start where the backend does so.
+
+    Buffers of collectives are included; on TPUs these are only the tables that gathers read.
     """
     buffers = solved_buffers(model, choices)
     if model.mesh.topology.traits.tiled:
