@@ -3,24 +3,31 @@
 import dataclasses
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from autoshard import cli
 from autoshard.planning import SweepRow, save_plan
-from autoshard.planning.capacity.capacity_sweep import _write
+from autoshard.planning.capacity.capacity_sweep import FORMAT
 from autoshard.report import sweep_page
 from tests.report.conftest import llama_plan
 from tests.report.test_html import HOSTILE
 from tests.report.test_sweep import PRICES, ROWS
 
 
+def write_rows(path: Path, rows: Mapping[str, SweepRow]) -> None:
+    """Write a sweep's file with these rows."""
+    body = {key: dataclasses.asdict(row) for key, row in sorted(rows.items())}
+    path.write_text(json.dumps({"format": FORMAT, "rows": body}, indent=1))
+
+
 @pytest.fixture
 def kept(tmp_path: Path) -> Path:
     folder = tmp_path / "kept"
     folder.mkdir()
-    _write(folder / "sweep.json", {f"row {number}": row for number, row in enumerate(ROWS)})
+    write_rows(folder / "sweep.json", {f"row {number}": row for number, row in enumerate(ROWS)})
     return folder
 
 
@@ -49,7 +56,7 @@ def test_the_command_writes_a_page_of_a_sweep(
 
 def test_the_pages_of_its_plans_are_written_and_linked(kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     rows = [dataclasses.replace(row, plan="" if row.failed else f"row {n}.plan.json") for n, row in enumerate(ROWS)]
-    _write(kept / "sweep.json", {f"row {number}": row for number, row in enumerate(rows)})
+    write_rows(kept / "sweep.json", {f"row {number}": row for number, row in enumerate(rows)})
     page = tmp_path / "out.html"
     line = ["report", str(kept / "sweep.json"), "-o", str(page), "--plans"]
     assert cli.main(line) == 2
@@ -86,7 +93,7 @@ def test_pages_of_plans_need_plans_of_the_sweep(
     capsys: pytest.CaptureFixture[str],
 ):
     monkeypatch.chdir(kept.parent)
-    _write(kept / "sweep.json", {"row": dataclasses.replace(ROWS[0], plan=plan)})
+    write_rows(kept / "sweep.json", {"row": dataclasses.replace(ROWS[0], plan=plan)})
     assert cli.main(["report", "kept", "--plans", *flags.split()]) == 2
     assert sentence in capsys.readouterr().err
     assert sorted(each.name for each in kept.parent.iterdir()) == ["kept"]
@@ -119,7 +126,7 @@ def test_bad_input_gets_one_sentence(
 ):
     monkeypatch.chdir(kept.parent)
     (kept.parent / "empty").mkdir()
-    _write(kept.parent / "empty" / "sweep.json", {})
+    write_rows(kept.parent / "empty" / "sweep.json", {})
     (kept.parent / "damaged.json").write_text('{"format": "autoshard-sweep", "rows": {"a": {}}}')
     assert cli.main(["report", *flags.split()]) == 2
     error = capsys.readouterr().err
