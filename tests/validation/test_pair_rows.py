@@ -259,7 +259,7 @@ def test_gradients_that_are_gradient_groups_are_sent_once_and_whole(tmp_path: pa
             # XLA leaves the sums of scanned layers inside their own loop: once for each microbatch.
             assert sent[1] < 0.7 * sent[0]
         else:
-            # XLA moves the sums of layers that are not scanned behind the loop over microbatches by itself.
+            # XLA moves the sums of layers that are not scanned behind the loop over microbatches.
             assert sent[1] == pytest.approx(sent[0], rel=0.05)
         assert sent[2] == pytest.approx(1.5 * sent[1], rel=0.05)  # and new parameters: each device updates some of them
         name = "layers.*.attn.q_proj.weight" if scanned else "layers.0.attn.q_proj.weight"
