@@ -53,12 +53,14 @@ def run_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
                 compiled = compile_here(as_planned, progress, result.plan, quick=True)
             except UserError as error:
                 failed = error
-    from autoshard.exec import Verdict, compile_figures
     from autoshard.report import candidate_figures, candidates_report, plan_figures, terminal_report
 
     if arguments.json:
         more: dict[str, Any] = {"candidates": candidate_figures(offered)} if offered else {}
-        more |= {"compiled": compile_figures(compiled)} if compiled is not None else {}
+        if compiled is not None:
+            from autoshard.exec import compile_figures
+
+            more["compiled"] = compile_figures(compiled)
         print_json(plan_figures(result.plan, wall_s) | more, answer)
     else:
         print_rich(terminal_report(result.plan, wall_s, compiled), answer)
@@ -69,7 +71,11 @@ def run_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
         print(f"Next: {_next_command(arguments, result.plan, written)}", file=answer)
     if failed is not None:
         raise failed
-    return 1 if compiled is not None and compiled.verdict is Verdict.DOES_NOT_FIT else 0
+    if compiled is None:
+        return 0
+    from autoshard.exec import Verdict
+
+    return 1 if compiled.verdict is Verdict.DOES_NOT_FIT else 0
 
 
 def _check_compilable(arguments: argparse.Namespace) -> None:

@@ -174,7 +174,7 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
     peak, when, memory = _memory(model, live_buffers(model, choices))
     solved = peak
     traits = model.mesh.topology.traits
-    if traits.separate_collective_buffers or model.liveness.reserved or model.mesh.topology.traits.tiled:
+    if traits.separate_collective_buffers or model.liveness.reserved or traits.tiled:
         solved, _, _ = _memory(model, solved_buffers(model, choices))
     return Outcome(dict(channels), tuple(collectives), peak, when, memory, host_bytes(model, choices), solved)
 
@@ -288,8 +288,8 @@ def live_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
 
     Buffers of collectives are included; on TPUs these are only the tables that gathers read.
     """
-    buffers = solved_buffers(model, choices)
-    if model.mesh.topology.traits.tiled:
+    buffers, traits = solved_buffers(model, choices), model.mesh.topology.traits
+    if traits.tiled:
         steps_to_copies = {
             number: reshard_time(model, reshard, choices).steps
             for number, reshard in enumerate(model.reshards)
@@ -297,8 +297,7 @@ def live_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
         }
         buffers += [*gathered_copies(model, choices, steps_to_copies), *_relaid_rows(model, choices)]
     if model.liveness.reserved:
-        buffers = reserve(model.graph, buffers, model.liveness.reserved, model.mesh.topology.traits.results_apart)
-    traits = model.mesh.topology.traits
+        buffers = reserve(model.graph, buffers, model.liveness.reserved, traits.results_apart)
     if not traits.separate_collective_buffers and not traits.tiled:
         return buffers
 

@@ -26,7 +26,7 @@ FOLDED_OPS = frozenset(
 
 
 def _gathered(op: Op) -> tuple[Side, Side]:
-    """Return the indices as read, and the results: the rows of the table that a gather reads are its `_moved_rows`."""
+    """Return the indices as read, and the results: `_row_bytes` counts the rows of the table."""
     operands, results = sides(op)
     return operands[1:], results
 
