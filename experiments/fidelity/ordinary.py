@@ -4,8 +4,9 @@
 
 Programs are those of `lib/programs/ordinary_programs.py`. A row is one seed on one topology and mesh; it takes two to
 thirty seconds. Memory is compared with what the compiled program reserves, time with the compiler's schedule.
-`--against` compiles data parallelism, ZeRO-1 and FSDP (by pins) too. `--write` stores the errors by class of ops in
-`autoshard/planning/explain/prediction_errors.json`, from all rows of the table; plans state them.
+`--against` compiles data, tensor and ZeRO-1 parallelism and FSDP (by pins) too. `--limit` plans again within the memory
+that the compiler reserved, and compiles that plan: one that is foreseen to fit must. `--write` stores the errors by
+class of ops in `autoshard/planning/explain/prediction_errors.json`, from all rows of the table; plans state them.
 """
 
 import collections
@@ -34,8 +35,9 @@ MESHES = {
 """Topologies, each of eight devices, with the meshes that seeds take in turn."""
 ERRORS = ROOT / "autoshard" / "planning" / "explain" / "prediction_errors.json"
 """File of the errors by class of ops, which the package reads."""
-SIMPLE = {"dp": (), "zero1": ("optimizer_state",), "fsdp": ("parameter", "optimizer_state")}
-"""Simple plans: the roles of arguments that each splits, besides the batch."""
+STORED = ("parameter", "optimizer_state")
+SIMPLE = {"dp": ((), None), "zero1": (STORED[1:], None), "fsdp": (STORED, None), "tp": (STORED, -1)}
+"""Simple plans: the roles of arguments that each splits, besides the batch, and the axis from which on (None: all)."""
 
 
 def name_of(seed: int, topology: str) -> str:
@@ -43,8 +45,8 @@ def name_of(seed: int, topology: str) -> str:
     return f"{seed:03d} {topology} {MESHES[topology][seed % 2]}"
 
 
-def judge(name: str, against: bool = False) -> dict[str, Any]:
-    """Plan and compile one row: figures of the plan and, with `against`, of the simple plans."""
+def judge(name: str, against: bool = False, limit: bool = False) -> dict[str, Any]:
+    """Plan and compile one row; with `against` the simple plans too, with `limit` a plan within the compiled memory."""
     seed, topology, mesh = name.split()
     program = _program(int(seed))
     sizes = {axis: int(size) for axis, _, size in (part.partition("=") for part in mesh.split(","))}
@@ -52,9 +54,11 @@ def judge(name: str, against: bool = False) -> dict[str, Any]:
     if against and "error" not in row:
         axes = tuple(sizes)
         row["against"] = {
-            simple: _figures(program, topology, sizes, _pins(program, row["kind"], axes, roles))
-            for simple, roles in SIMPLE.items()
+            simple: _figures(program, topology, sizes, _pins(program, row["kind"], axes, roles, model))
+            for simple, (roles, model) in SIMPLE.items()
         }
+    if limit and "error" not in row:
+        row["limited"] = _figures(program, topology, sizes, {}, row["memory"]["compiled"])
     return row
 
 
@@ -63,15 +67,18 @@ def _program(seed: int) -> "Program":
     return ordinary(seed)
 
 
-def _figures(program: "Program", topology: str, mesh: Mapping[str, int], pins: Mapping[str, Any]) -> dict[str, Any]:
-    """Plan under the pins, compile, and return predicted and compiled figures, or the error."""
+def _figures(
+    program: "Program", topology: str, mesh: Mapping[str, int], pins: Mapping[str, Any], limit: int | None = None
+) -> dict[str, Any]:
+    """Plan under the pins within `limit` bytes, compile, and return predicted and compiled figures, or the error."""
     from autoshard.errors import UserError
     from autoshard.exec.ahead.compile_plans import compile_figures, compile_plan
     from autoshard.planning import Options, make_plan
     from autoshard.planning.space.user_constraints import read_asked
 
     try:
-        plan: Plan = make_plan(program, Options(topology=topology, mesh=mesh, asked=read_asked(pins=pins))).plan
+        options = Options(topology=topology, mesh=mesh, asked=read_asked(pins=pins), memory_limit=limit)
+        plan: Plan = make_plan(program, options).plan
         figures = compile_figures(compile_plan(program, plan, 600.0, quick=True))
     except UserError as error:
         return {"error": str(error)[:300]}
@@ -142,9 +149,15 @@ def _factor(ratios: Iterable[float]) -> float:
     return -(-factors[int(0.9 * (len(factors) - 1) + 0.5)] * 100 // 1) / 100
 
 
-def _pins(program: "Program", kind: str, axes: tuple[str, ...], split: Iterable[str]) -> dict[str, Any]:
-    """Return pins of a simple plan: the batch is split, and arguments of the roles `split` along their largest dim."""
+def _pins(
+    program: "Program", kind: str, axes: tuple[str, ...], split: Iterable[str], model: int | None = None
+) -> dict[str, Any]:
+    """Return pins of a simple plan: the batch is split, and arguments of the roles `split` along their largest dim.
+
+    The axes from `model` on split these arguments, those before it the batch; all axes split both where it is None.
+    """
     pins = {}
+    batch_axes, stored_axes = axes[:model], axes[model or 0 :]
     for argument in program.arguments:
         shape, role, dim = argument.shape, argument.role.value, None
         if role == "batch":
@@ -154,7 +167,8 @@ def _pins(program: "Program", kind: str, axes: tuple[str, ...], split: Iterable[
         elif role in split:
             fitting = [(size, -i) for i, size in enumerate(shape) if size % 8 == 0 and size >= 64]
             dim = -max(fitting)[1] if fitting else None
-        pins[argument.name] = tuple(axes if i == dim else None for i in range(len(shape)))
+        over = batch_axes if role == "batch" else stored_axes
+        pins[argument.name] = tuple(over or None if i == dim else None for i in range(len(shape)))
     return pins
 
 
@@ -190,7 +204,7 @@ def table(known: Rows) -> str:
         """
 `python experiments/fidelity/ordinary.py`; libtpu and JAX's CUDA plugin, no devices. Predicted over compiled: memory is
 what the program reserves on a device, time that of the compiler's schedule. `regret` is the plan's time over that of
-the best of data parallelism, ZeRO-1 and FSDP, all compiled.
+the best of data parallelism, ZeRO-1, FSDP and tensor parallelism (weights over the last axis), all compiled.
 """,
         grid(
             "group | rows: | memory error: | 90th: | least: | most: | time error: | 90th: | least: | most:",
@@ -207,10 +221,30 @@ the best of data parallelism, ZeRO-1 and FSDP, all compiled.
                 f"in the geometric mean of {len(each)}, {min(each):.2f} to {max(each):.2f}"
                 for group, each in regrets.items()
             ),
+            *_limited(known),
             *errors,
         ],
         grid("row | kind | MiB: | memory: | ms: | time: | wire: | unforeseen: | regret", lines),
     )
+
+
+def _limited(known: Rows) -> list[str]:
+    """Return the sentence about plans within the memory that the compiler reserved, and those that need more."""
+    rows = {
+        name: row["limited"] | {"limit": row["memory"]["compiled"]} for name, row in known.items() if "limited" in row
+    }
+    if not rows:
+        return []
+    fitting = {name: row for name, row in rows.items() if "error" not in row}
+    false = [
+        f"{name} ({row['memory']['compiled'] / row['limit']:.2f})"
+        for name, row in fitting.items()
+        if row["memory"]["compiled"] > row["limit"]
+    ]
+    return [
+        f"Planned again within the bytes that the compiler reserved: {len(fitting)} of {len(rows)} rows have a plan; "
+        f"{len(false)} of these need more when compiled{': ' if false else ''}{', '.join(false)}."
+    ]
 
 
 def _ratio(figures: Mapping[str, float]) -> float:
@@ -244,13 +278,17 @@ def main() -> int:
     parser.add_argument("--seeds", metavar="FIRST-LAST", help="seeds to run (default: 0-39)")
     parser.add_argument("--topologies", nargs="+", choices=MESHES, default=list(MESHES))
     parser.add_argument("--against", action="store_true", help="compile simple plans too")
+    parser.add_argument("--limit", action="store_true", help="plan again within what the compiler reserved")
     parser.add_argument("--write", action="store_true", help="store the errors by class of ops for the package")
     given = parser.parse_args()
     first, _, last = (given.seeds or "0-39").partition("-")
     seeds = range(int(first), int(last or first) + 1)
     names = [name_of(seed, topology) for topology in given.topologies for seed in seeds]
     code = Experiment(
-        script=__file__, names=names, work=functools.partial(judge, against=given.against), table=table
+        script=__file__,
+        names=names,
+        work=functools.partial(judge, against=given.against, limit=given.limit),
+        table=table,
     ).run(given)
     if given.write:
         known = Results(given.out / "ordinary.json").rows
