@@ -16,7 +16,8 @@ import autoshard
 from autoshard.errors import InfeasibleError
 from autoshard.planning import Options, make_plan, plan_recipes, source_choices
 from autoshard.planning.recipes.recipe import Recipe, needs_no_less
-from autoshard.planning.space.plan_options import REMATS
+from autoshard.planning.recipes.recipe_order import in_order
+from autoshard.planning.space.plan_options import OFFLOADED, REMATS
 from autoshard.program import Program, open_source, trace
 from tests.graph.programs import f32
 from tests.planning.recipes import ON, tried
@@ -126,6 +127,36 @@ def test_inputs_of_layers_go_to_the_host_where_nothing_fits_otherwise(llama: Cal
     assert without["verdict"] == "does not fit" or without["step_time_s"] > 5 * result.plan.prediction.step_time_s
     with pytest.raises(InfeasibleError):
         plan_recipes(llama, {"remat": ("full",)}, Options(**FULLY, memory_limit=away.peak_bytes // 4), of_source=True)
+
+
+@dataclasses.dataclass
+class Searched:
+    """Search in which nothing fits until `OFFLOADED` is seen with `fits_at` microbatches."""
+
+    fits_at: int
+    offloads_inputs: bool = True
+    of_source: bool = True
+    stacks: tuple[int, ...] | None = None
+    slices: int = 1
+    best: Recipe | None = None
+
+    def least(self, **some: Any) -> float:
+        """Return infinity: no batches are compared."""
+        return math.inf
+
+
+def test_the_hosts_hold_inputs_before_the_step_is_divided_further() -> None:
+    """Count what is considered: every policy of one microbatch, then its inputs on the hosts, then two of them."""
+    choices = {"remat": REMATS, "microbatches": (1, 2, 4)}
+    for searched, offloaded in ((Searched(2), [1, 2]), (Searched(4, offloads_inputs=False), [])):
+        seen = []
+        for recipe in in_order(choices, searched):
+            seen.append(recipe.arguments)
+            if recipe.arguments["remat"] == OFFLOADED and recipe.arguments["microbatches"] == searched.fits_at:
+                searched.best = recipe
+        assert [each["microbatches"] for each in seen if each["remat"] == OFFLOADED] == offloaded
+        counts = [each["microbatches"] for each in seen]
+        assert counts == sorted(counts) and len(seen) == 9 + len(offloaded)
 
 
 @functools.cache

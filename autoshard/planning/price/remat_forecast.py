@@ -104,7 +104,9 @@ class _SavableValues:
         peak = self.peaks(kept, away)
         topology = self.model.mesh.topology
         base = self.outcome
-        least = base.step_time_s + tight_seconds(topology, base.peak_bytes, base.compute_s, base.hidden_s)
+        least = float("inf")
+        if base.peak_bytes <= memory_limit:
+            least = base.step_time_s + tight_seconds(topology, base.peak_bytes, base.compute_s, base.hidden_s)
         best: RematForecast | None = None
         for at in np.lexsort((kept.sum(axis=1), away.sum(axis=1), step)):
             # Sets are in order of their step, and memory pressure only adds to it.

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from autoshard.errors import InfeasibleError, UserError
+from autoshard.errors import UserError
 from autoshard.planning.mesh.portfolio import PlanCandidate
 from autoshard.planning.plan_builder import PlanResult, Running, make_plan
 from autoshard.planning.recipes.recipe_search import plan_recipes
@@ -74,24 +74,24 @@ def _plan_source(source: NamedSource, options: Options, running: Running) -> Pla
         return _plan_by_stage(source, options, running)
     own_choices = read_choices(source.text, source.entry)
     open_choices = source_choices(source.options, options.topology)
+    plain: dict[str, Any] | None = None
+    if not open_choices and not own_choices:
+        open_choices = source_choices(with_open_defaults(source.options, options.topology), options.topology)
+        plain = {name: values[0] for name, values in open_choices.items()}
 
     def make(**recipe: Any) -> Program:
         """Open the source with a recipe: values of open options join the source's options, others go to the program."""
+        if recipe == plain:
+            return source.opened(source.options, {}, anew=False)
         chosen = {name: value for name, value in recipe.items() if name in open_choices}
         own = {name: value for name, value in recipe.items() if name in own_choices}
         return source.opened({**source.options, **chosen}, own, anew=False)
 
-    if not open_choices and not own_choices:
-        try:
-            return make_plan(make(), options, running)
-        except InfeasibleError:
-            open_choices = source_choices(with_open_defaults(source.options, options.topology), options.topology)
-            if not open_choices:
-                raise
-            if running.progress is not None:
-                running.progress(f"The plain step does not fit; trying {', '.join(open_choices)}")
+    if plain == {}:
+        return make_plan(make(), options, running)
     choices = {**open_choices, **own_choices}
-    return plan_recipes(make, choices, options, running, of_source=not own_choices)[1]
+    kind = {"of_source": not own_choices, "first_if_fits": plain is not None}
+    return plan_recipes(make, choices, options, running, **kind)[1]
 
 
 def _plan_by_stage(source: NamedSource, options: Options, running: Running) -> PlanResult:

@@ -9,7 +9,7 @@ from typing import Any
 
 from autoshard.base.units import format_seconds
 from autoshard.planning.price.remat_forecast import RematForecast
-from autoshard.planning.space.plan_options import REMATS
+from autoshard.planning.space.plan_options import FULL, OFFLOADED, REMATS
 from autoshard.program import HOSTS, Program, Role
 
 
@@ -138,17 +138,19 @@ def implied_row(recipe: Recipe, other: RecipeTried) -> RecipeTried:
 def needs_no_less(recipe: Recipe, other: Recipe) -> bool:
     """Return True if a recipe of a source needs at least as much memory as another one, as far as their choices show.
 
-    Values of `_LESS_MEMORY` are compared in their order; any other choice must be equal. Microbatches may be more if
-    the batch is larger and each microbatch is no smaller. Both recipes must have the same choices.
+    Values of `_LESS_MEMORY` are compared in their order, `OFFLOADED` after all `REMATS`; any other choice must be
+    equal. Microbatches may be more if the batch is larger and each microbatch is no smaller. Both recipes must have the
+    same choices.
     """
     mine, theirs = recipe.arguments, other.arguments
     batches, parts = ([choices.get(name, 1) for choices in (mine, theirs)] for name in ("batch", "microbatches"))
     # A larger batch needs as much memory at a time if its microbatches are no smaller.
     as_much = batches[0] >= batches[1] and batches[0] * parts[1] >= batches[1] * parts[0]
+    orders = {"remat": (*REMATS, OFFLOADED).index, "host": HOSTS.index}
     for name, value in mine.items():
         if value == theirs[name] or as_much and name in ("batch", "microbatches"):
             continue
-        order = {"remat": REMATS.index, "host": HOSTS.index}.get(name, int) if name in _LESS_MEMORY else None
+        order = orders.get(name, int) if name in _LESS_MEMORY else None
         if order is None or (order(value) - order(theirs[name])) * _LESS_MEMORY[name] > 0:
             return False
     return True
@@ -231,13 +233,16 @@ def slack_row(recipe: Recipe, tried: Sequence[RecipeTried], limit: int) -> Recip
 
     The recipe is compared with those `tried` that differ in microbatches or state on the hosts only. It need not be
     planned if one of them is slower regardless of memory, or needs less than `TIGHT` of `limit` (bytes of one device).
+    A recipe that also offloads the inputs of layers counts for the second: what to offload is chosen later.
     """
     eases = [n for n, first in (("microbatches", 1), ("host", HOSTS[0])) if recipe.arguments.get(n, first) != first]
     for name, other in itertools.product(eases, tried):
-        if other.recipe != recipe.but(**{name: other.recipe.arguments[name]}):
+        theirs = recipe.but(**{name: other.recipe.arguments[name]})
+        offloaded = recipe.arguments.get("remat") == FULL and other.recipe == theirs.but(remat=OFFLOADED)
+        if other.recipe != theirs and not offloaded:
             continue
         peak_bytes = other.held_bytes if other.peak_bytes is None else other.peak_bytes
-        if other.outcome in SLOWER:
+        if other.outcome in SLOWER and not offloaded:
             return implied_row(recipe, other)
         if (peak_bytes is not None and peak_bytes < TIGHT * limit) or other.outcome is RecipeOutcome.SLACK:
             return RecipeTried(

@@ -24,8 +24,8 @@ from autoshard.planning.recipes.recipe import (
 )
 from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.solve.problem_builder import least_seconds
-from autoshard.planning.space.plan_options import FULL, REMATS
-from autoshard.program import INPUT, Program, Role
+from autoshard.planning.space.plan_options import FULL, OFFLOADED, REMATS
+from autoshard.program import Program, Role
 
 
 FINENESS = 16
@@ -67,6 +67,15 @@ class Search(Protocol):
     """Number of layers of the program; None if unknown."""
     savable: tuple[str, ...]
     """Names of values that a policy may save."""
+
+    @property
+    def limit(self) -> int:
+        """Memory limit of a device in bytes."""
+        ...
+
+    def sketch(self, recipe: Recipe, mesh: Mapping[str, int]) -> tuple[Program, Plan]:
+        """Return a recipe's program and its plan on a mesh without a memory limit; adds no row."""
+        ...
 
     @property
     def best(self) -> tuple[RecipeTried, Made] | None:
@@ -123,7 +132,8 @@ def compose_remat(search: Search, remats: Sequence[str]) -> bool:
     new best.
 
     The policy is forecast from the plan of the best recipe with full recomputation. If that was pruned and `remats`
-    has `full`, it is planned first. This replaces its row in `search.tried`, and may make it the best.
+    has `full`, it is planned first. This replaces its row in `search.tried`, and may make it the best. If the best recipe
+    offloads layer inputs since `full` does not fit, `full` is planned without a memory limit.
 
     The forecast policy is planned on that plan's mesh if it is faster than the best recipe by `WORTH_PLANNING`. A
     plan that does not fit is retried for less memory, at most `RETRIES` plans in all. Return False without planning
@@ -133,9 +143,13 @@ def compose_remat(search: Search, remats: Sequence[str]) -> bool:
     """
     assert search.best is not None
     base = search.best[0].recipe.but(remat=FULL)
-    if base not in search.full and FULL in remats:  # it was known to be slower
-        search.tried = [each for each in search.tried if each.recipe != base]
-        search.plan(base, force=True, mesh=dict(search.best[1].plan.mesh), refine_axes=False)
+    if base not in search.full and FULL in remats:
+        mesh = dict(search.best[1].plan.mesh)
+        if search.best[0].recipe.arguments["remat"] == OFFLOADED:
+            search.full[base] = search.sketch(base, mesh)
+        else:  # it was known to be slower
+            search.tried = [each for each in search.tried if each.recipe != base]
+            search.plan(base, force=True, mesh=mesh, refine_axes=False)
     if base not in search.full:
         return False
     program, plan = search.full[base]
@@ -143,7 +157,7 @@ def compose_remat(search: Search, remats: Sequence[str]) -> bool:
         return False
     reading = analyse_program(program, search.topology.backend, search.running.kept)
     model, choices = reprice(plan, program, reading)
-    room = plan.memory_limit_bytes
+    room = search.limit
     for _ in range(RETRIES):
         forecast = forecast_remat(model, choices, room)
         beat_s = (1 - WORTH_PLANNING) * search.best[0].per_element_s
@@ -154,19 +168,6 @@ def compose_remat(search: Search, remats: Sequence[str]) -> bool:
             return better
         room = int(min(room, forecast.peak_bytes) * LESS_ROOM)
     return False
-
-
-def offload_inputs(search: Search, remats: Sequence[str]) -> bool:
-    """Plan the last recipe of `search.tried` with full recomputation and layer inputs offloaded to the hosts; return
-    True if it is the new best.
-
-    Callers use it if no recipe fits and the last row is the recipe of least memory; neither is checked. Return False
-    without planning if `remats` lacks `full`, if no inputs can be saved, or for devices other than TPUs.
-    """
-    last = search.tried[-1].recipe
-    if FULL not in remats or INPUT not in search.savable or not search.topology.traits.compiles_ahead:
-        return False
-    return search.plan(last.but(remat=f"{FULL},offload={INPUT}"))
 
 
 def add_gradient_groups(search: Search) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from autoshard.planning.recipes import pipeline_recipes
 from autoshard.planning.recipes.recipe import Recipe
-from autoshard.planning.space.plan_options import PARTS
+from autoshard.planning.space.plan_options import FULL, OFFLOADED, PARTS
 from autoshard.program import Choices
 
 
@@ -28,6 +28,11 @@ class Tried(Protocol):
     """Number of slices of the topology."""
 
     @property
+    def offloads_inputs(self) -> bool:
+        """True if the hosts may hold the layers' inputs; False until the program is known."""
+        ...
+
+    @property
     def best(self) -> object | None:
         """The best recipe; None if none could be planned."""
         ...
@@ -40,8 +45,9 @@ class Tried(Protocol):
 def in_order(choices: Choices, tried: Tried) -> Iterator[Recipe]:
     """Yield all recipes lazily, in the order of their choices; outcomes in `tried` decide which follow.
 
-    For a source, fewer microbatches come first. A batch of a source starts at its first value and grows as long as the
-    gain per element reaches `LEAST_GAIN`. Smaller batches follow, the largest first, only until a recipe fits.
+    For a source, fewer microbatches come first. While no recipe fits, each number of them ends with the policy
+    `OFFLOADED`, since more microbatches gather split parameters more often. A batch of a source starts at its first value and grows as long as the gain per element reaches `LEAST_GAIN`. Smaller batches
+    follow, the largest first, only until a recipe fits.
     Pipelines are in the order of `pipeline_recipes.in_order`, and those that are not sensible are left out.
     """
     names = [name for name in choices if name != "batch" or not tried.of_source]
@@ -59,11 +65,23 @@ def in_order(choices: Choices, tried: Tried) -> Iterator[Recipe]:
 
     def recipes(**batch: Any) -> Iterator[Recipe]:
         """Yield the sensible recipes of one batch size, or of all without one."""
-        for values in ordered():
-            recipe = Recipe((*batch.items(), *zip(names, values, strict=True)))
-            counts = choices.get("microbatches", ())
-            if not staged or pipeline_recipes.is_sensible(recipe.arguments, counts, tried.stacks):
+        counts = choices.get("microbatches", ())
+        rows = (Recipe((*batch.items(), *zip(names, values, strict=True))) for values in ordered())
+        if staged:
+            rows = (each for each in rows if pipeline_recipes.is_sensible(each.arguments, counts, tried.stacks))
+        part = "batch" if staged else "microbatches"
+        searched = tried.of_source and FULL in choices.get("remat", ())
+        for _, group in itertools.groupby(rows, key=lambda recipe: recipe.arguments.get(part)):
+            considered = []
+            for recipe in group:
+                considered.append(recipe)
                 yield recipe
+            if not searched:
+                continue
+            # The first one has the state on the devices, the last one needs the least memory.
+            for recipe in dict.fromkeys(each.but(remat=OFFLOADED) for each in (considered[0], considered[-1])):
+                if tried.best is None and tried.offloads_inputs:
+                    yield recipe
 
     if len(names) == len(choices):
         yield from recipes()

@@ -37,7 +37,6 @@ from autoshard.planning.recipes.recipe_follow_ups import (
     add_gradient_groups,
     compose_remat,
     mix_remats,
-    offload_inputs,
 )
 from autoshard.planning.recipes.recipe_order import LEAST_GAIN, in_order
 from autoshard.planning.record.plan_record import Plan
@@ -46,18 +45,27 @@ from autoshard.planning.space.attention_exchange import splits_sequence
 from autoshard.planning.space.derived_axes import find_axis_parts
 from autoshard.planning.space.plan_options import AUTO, FULL, Options
 from autoshard.planning.space.spec_constraints import program_mesh
-from autoshard.program import Choices, Program
+from autoshard.program import INPUT, Choices, Program
 
 
 TABLES = 400_000_000
 """Most bytes of reshard path tables that one recipe passes on to the next."""
+
+UNLIMITED = 1024
+"""Memory of a sketch, in memories of a device: more than any step that is offloaded to fit needs."""
 
 Make = Callable[..., Program]
 """Function from the choices of a recipe, by name, to its program."""
 
 
 def plan_recipes(
-    make: Make, choices: Choices, options: Options, running: Running | None = None, *, of_source: bool = False
+    make: Make,
+    choices: Choices,
+    options: Options,
+    running: Running | None = None,
+    *,
+    of_source: bool = False,
+    first_if_fits: bool = False,
 ) -> tuple[Recipe, PlanResult]:
     """Return the recipe that fits and has the least expected time per element of the batch, with its plan.
 
@@ -66,6 +74,7 @@ def plan_recipes(
       tie.
     - `options`, `running`: options of each plan, and circumstances that change none.
     - `of_source`: True if the choices are those of `source_choices`, which allow more pruning (below).
+    - `first_if_fits`: True if the plan of the first recipe is the answer wherever it fits, without words on recipes.
 
     Every recipe is planned with its own mesh and sharding. A recipe is skipped if a lower bound on every mesh
     exceeds the best time so far, or if its values fit on no mesh. The bound is the time of its arithmetic, or of its
@@ -89,19 +98,21 @@ def plan_recipes(
     The plan's words report the other recipes, and its provenance (`recipe`) lists all of them. Wall times cover all
     recipes.
 
-    Raises the last planned recipe's `InfeasibleError` if no recipe fits. With `of_source` it first tries to offload
-    layer inputs to the hosts. Raises `UserError` as `RecipeSearch.plan` does.
+    Raises the last planned recipe's `InfeasibleError` if no recipe fits, and `UserError` as `RecipeSearch.plan` does.
     """
     search = RecipeSearch(make, options, running or Running(), of_source)
     search.counts = tuple(choices.get("microbatches", ()))
     for recipe in in_order(choices, search):
         search.consider(recipe)
+        if first_if_fits and len(search.tried) == 1:
+            if search.best is not None:
+                return recipe, search.best[1]
+            search.say(f"The plain step does not fit; trying {', '.join(choices)}")
     if search.best is None:
         if search.refused is None:  # nothing was planned: the last one says what would help
             search.plan(search.tried[-1].recipe, force=True)
         assert search.refused is not None
-        if not of_source or not offload_inputs(search, choices.get("remat", ())):
-            raise search.refused
+        raise search.refused
     if of_source:
         if not compose_remat(search, choices.get("remat", ())):
             mix_remats(search, choices.get("remat", ()))
@@ -139,6 +150,11 @@ class RecipeSearch:
         self.pipelines = PipelineMeshes(self.topology, make, self._task, running.crew)
         self.memory_pruning = MemoryPruning(self.topology)
 
+    def say(self, text: str) -> None:
+        """Report progress, if anyone listens."""
+        if self.running.progress is not None:
+            self.running.progress(text)
+
     def least(self, **some: Any) -> float:
         """Return the least seconds per element among the recipes with these choices; infinite if none of them was
         planned.
@@ -175,6 +191,11 @@ class RecipeSearch:
                 return RecipeTried(recipe, RecipeOutcome.BUBBLE)
             return self.memory_pruning.slower(recipe, self.tried)
         return slack_row(recipe, self.tried, self.limit)
+
+    @property
+    def offloads_inputs(self) -> bool:
+        """True if the hosts may hold the layers' inputs."""
+        return INPUT in self.savable and self.topology.traits.compiles_ahead
 
     @property
     def cut(self) -> int:
@@ -278,6 +299,15 @@ class RecipeSearch:
             else:
                 problem.unlink(missing_ok=True)
         return better
+
+    def sketch(self, recipe: Recipe, mesh: Mapping[str, int]) -> tuple[Program, Plan]:
+        """Return a recipe's program and its plan on a mesh without a memory limit; adds no row."""
+        program = self.make(**recipe.arguments)
+        options = dataclasses.replace(
+            self.options, mesh=dict(mesh), refine_axes=False, memory_limit=self.topology.usable_bytes * UNLIMITED
+        )
+        running = dataclasses.replace(self.running, save_problem=None)
+        return program, make_plan(program, options, running, before=EarlierRecipes(None, self.tables)).plan
 
     def _rival(self, recipe: Recipe, elements: int) -> Incumbent | None:
         """Return the incumbent that a step with this many elements must beat, with any number of axes; None while no

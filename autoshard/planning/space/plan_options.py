@@ -11,7 +11,7 @@ from autoshard.errors import UserError
 from autoshard.planning.record.plan_files import parameter_specs
 from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.space.user_constraints import Asked, read_asked
-from autoshard.program import GPU_AUTO, HOSTS, LOSSLESS, Choices
+from autoshard.program import GPU_AUTO, HOSTS, INPUT, LOSSLESS, Choices
 
 
 class PlanOptions(TypedDict, total=False):
@@ -144,6 +144,9 @@ BATCHES = (1, 2, 4, 8, 16, 32)
 
 FULL = "full"
 """Remat policy that recomputes everything."""
+
+OFFLOADED = f"{FULL},offload={INPUT}"
+"""Remat policy of least memory: layers recompute everything from inputs that the hosts hold."""
 
 RINGS = ("auto", "ring")
 """Attention exchanges to choose from: as the solver decides, or around a ring."""
