@@ -132,8 +132,8 @@ def compose_remat(search: Search, remats: Sequence[str]) -> bool:
     new best.
 
     The policy is forecast from the plan of the best recipe with full recomputation. If that was pruned and `remats`
-    has `full`, it is planned first. This replaces its row in `search.tried`, and may make it the best. If the best recipe
-    offloads layer inputs since `full` does not fit, `full` is planned without a memory limit.
+    has `full`, it is planned first. This replaces its row in `search.tried`, and may make it the best. If the best
+    recipe offloads layer inputs since `full` does not fit, `full` is planned without a memory limit.
 
     The forecast policy is planned on that plan's mesh if it is faster than the best recipe by `WORTH_PLANNING`. A
     plan that does not fit is retried for less memory, at most `RETRIES` plans in all. Return False without planning

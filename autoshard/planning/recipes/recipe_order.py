@@ -46,9 +46,10 @@ def in_order(choices: Choices, tried: Tried) -> Iterator[Recipe]:
     """Yield all recipes lazily, in the order of their choices; outcomes in `tried` decide which follow.
 
     For a source, fewer microbatches come first. While no recipe fits, each number of them ends with the policy
-    `OFFLOADED`, since more microbatches gather split parameters more often. A batch of a source starts at its first value and grows as long as the gain per element reaches `LEAST_GAIN`. Smaller batches
-    follow, the largest first, only until a recipe fits.
-    Pipelines are in the order of `pipeline_recipes.in_order`, and those that are not sensible are left out.
+    `OFFLOADED`, since more microbatches gather split parameters more often. A batch of a source starts at its first
+    value and grows as long as the gain per element reaches `LEAST_GAIN`. Smaller batches follow, the largest first,
+    only until a recipe fits. Pipelines are in the order of `pipeline_recipes.in_order`, and those that are not
+    sensible are left out.
     """
     names = [name for name in choices if name != "batch" or not tried.of_source]
     others = list(itertools.product(*(choices[name] for name in names)))
