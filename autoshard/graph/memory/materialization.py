@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 
 from autoshard.graph.memory.fusion_analysis import CHEAP_INTO_MATMUL, MANY, SMALL, Fusion, FusionAnalysis
+from autoshard.graph.memory.gpu_recomputation import GpuRecomputation
 from autoshard.graph.memory.host_transfers import INTO_STACKS, TO_HOST
 from autoshard.graph.memory.operand_rounding import INSERTED
 from autoshard.graph.records import Op, OpClass, OpGraph, is_batched
@@ -47,7 +48,7 @@ def store_values(graph: OpGraph, analysis: FusionAnalysis) -> FusionAnalysis:
     stored, count as a part of it. An update in place moves only the inserted slice.
     """
     materialised = {tensor.id for tensor in graph.tensors if tensor.producer < 0}
-    deciding = _StoreDecision(graph, analysis, _latest_makers(graph), materialised)
+    deciding = _StoreDecision(graph, analysis, _latest_makers(graph), GpuRecomputation(graph, analysis, materialised))
     reach = {tensor: frozenset((tensor,)) for tensor in materialised}
     bases: dict[int, frozenset[int]] = {}
     fusions: list[Fusion] = []
@@ -137,8 +138,8 @@ class _StoreDecision:
     analysis: FusionAnalysis
     latest: Sequence[int]
     """Result of `_latest_makers`: for every value its latest kernel."""
-    stored: Collection[int]
-    """Values that are known to be stored; grows as values are decided."""
+    again: GpuRecomputation
+    """Comparison of storing and computing again on GPUs."""
     epilogues: dict[int, int] = dataclasses.field(default_factory=dict)
     """Maps each value that a matmul's kernel stores instead of its result to that matmul."""
 
@@ -190,71 +191,8 @@ class _StoreDecision:
         if rules.gpu_kernels:
             if is_rounded_tanh(self.graph, op):
                 return True
-            kernels = self._gpu_kernels(tensor)
-            if kernels is None:
-                return len(users) * before > before + (len(users) + 1) * own
-            # Recompute: every kernel reads the sources that it does not read for other values. Store: read them once,
-            # write the value, read it in every kernel.
-            again = sum(sizes[t] for end in kernels for t in set(large) - self._read_besides(end, tensor))
-            return again >= before + (len(kernels) + 1) * own
+            return self.again.stores(tensor, reads if scores else large)
         return before > own
-
-    def _gpu_kernels(self, tensor: int) -> set[int] | None:
-        """Return the last ops of the kernels that read a value or compute it again on GPUs; None for too many values.
-
-        A kernel ends where a fusion does (`ends_fusion`), with the value that a kernel of a library reads, or where
-        another value of this size joins and several ops read the result, which is decided later. Seen in the sums of
-        residual gradients and in the masked gradients of convolutional steps on h100.
-        """
-        graph, analysis, ends = self.graph, self.analysis, set[int]()
-        loop, left, seen = graph.tensors[tensor].loop, [tensor], {tensor}
-        own = graph.tensors[tensor].elements
-        while left:
-            for user in analysis.consumers[left.pop()]:
-                other = graph.ops[user]
-                fed = other.kind not in CHEAP_INTO_MATMUL and any(
-                    analysis.reads_apart(graph.ops[each], t) for t in other.results for each in analysis.consumers[t]
-                )
-                if fed or other.loop != loop or analysis.ends_fusion(other) or self._joins(other, own):
-                    ends.add(user)
-                    continue
-                left += (t for t in other.results if t not in seen)
-                seen.update(other.results)
-            if len(seen) > _FEW:
-                return None
-        return ends
-
-    def _joins(self, op: Op, elements: int) -> bool:
-        """Return True if an op reads two values or more with so many elements, and several ops read its result."""
-        if len({user for t in op.results for user in self.analysis.consumers[t]}) < 2:
-            return False
-        tensors = (self.graph.tensors[t] for t in op.operands)
-        return sum(each.elements >= elements and not self._repeats(each.id) for each in tensors) > 1
-
-    def _repeats(self, tensor: int) -> bool:
-        """Return True if a value is generated, or repeats a smaller one."""
-        maker = self.graph.maker(tensor)
-        if maker is None or maker.op_class is OpClass.FREE:
-            return maker is not None
-        return maker.kind == "broadcast_in_dim" and self.graph.tensors[maker.operands[0]].elements * SMALL < (
-            self.graph.tensors[tensor].elements
-        )
-
-    def _read_besides(self, end: int, tensor: int) -> set[int]:
-        """Return the stored values from which the op `end` is computed, other than through the value `tensor`."""
-        graph, read = self.graph, set[int]()
-        left, seen = list(graph.ops[end].operands), {tensor}
-        while left and len(seen) <= _FEW:
-            value = left.pop()
-            if value in seen:
-                continue
-            seen.add(value)
-            maker = graph.maker(value)
-            if maker is None or value in self.stored or self.analysis.ends_fusion(maker):
-                read.add(value)
-            else:
-                left += maker.operands
-        return read
 
     def _rectifies(self, op: Op) -> bool:
         """Return True for a maximum with a generated value, which kernels of GPU matmuls apply on load."""
