@@ -64,13 +64,13 @@ class Residency:
         self.share = np.zeros(len(graph.tensors))
         """Largest share of each tensor that stays on the chip, [tensors]; 0 if it is always in main memory."""
         self.room = room = chip.vmem_bytes // chip.cores_per_chip - RESERVED
-        self._written, self._start = np.zeros(len(graph.ops) + 3), dict[int, int]()
+        self._written, self._made = np.zeros(len(graph.ops) + 3), dict[int, tuple[int, int]]()
         if room <= 0 or not self.ratio:
             return
         candidates = list(_candidates(graph, liveness))
         for size, tensor, start, _ in candidates:
             self._written[start + 1] += size
-            self._start[tensor] = start
+            self._made[tensor] = start, size
         self._written = written = self._written.cumsum()
         alike: dict[object, list[tuple[int, float]]] = defaultdict(list)
         for size, tensor, start, stop in candidates:
@@ -151,10 +151,11 @@ class Residency:
         The compiler copies a value that a later op needs to main memory beside other work, and reads the first copy
         until something else needs its place. Sums of batch norms read outputs of convolutions so (v5e, v6e).
         """
-        start = self._start.get(tensor)
-        if reader < 0 or start is None or self.graph.ops[reader].loop >= 0 or start > reader:
+        start, size = self._made.get(tensor, (0, 0))
+        if not size or reader < start or self.graph.ops[reader].loop >= 0:
             return 0.0
-        return self.room / max(float(self._written[reader + 1] - self._written[start]), 1.0)
+        written = float(self._written[reader + 1] - self._written[start])
+        return self.room / max(written, 1.0) if written <= LASTING * size else 0.0
 
     def fused_operand_bytes(self, tensor: int, local_bytes: ArrayLike) -> NDArray[np.float64]:
         """Return the `streamed` bytes, beyond its operand's own, that a kernel reads to compute a fused operand.
