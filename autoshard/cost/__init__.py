@@ -27,6 +27,7 @@ from autoshard.cost.compiler_flags import flag_set as flag_set
 from autoshard.cost.compiler_flags import read_flags as read_flags
 from autoshard.cost.compiler_flags import with_flags as with_flags
 from autoshard.cost.compute import LANES as LANES
+from autoshard.cost.compute import TILE_ROWS as TILE_ROWS
 from autoshard.cost.compute import Compute as Compute
 from autoshard.cost.compute import shard_bytes as shard_bytes
 from autoshard.cost.compute import tile_padding as tile_padding

@@ -270,7 +270,7 @@ def _filled(size: NDArray[np.float64], tile: int) -> NDArray[np.float64]:
 
 LANES = 128
 """Elements in a row of a TPU's registers, along an array's minor dim."""
-_ROWS = 8
+TILE_ROWS = 8
 """Rows of a tile of 4-byte elements in a TPU's registers."""
 
 
@@ -312,7 +312,7 @@ def tile_padding(
         outer = range(rank - 2)
     lanes = [dim for dim in range(rank) if dim not in outer] or [rank - 1]
     rows = lanes if len(lanes) > 1 else [*lanes, max(dim for dim in range(rank) if dim != lanes[0])]
-    tall = np.clip(2.0 ** np.ceil(np.log2(sizes)), max(1, 4 // max(1, itemsize)), _ROWS)
+    tall = np.clip(2.0 ** np.ceil(np.log2(sizes)), max(1, 4 // max(1, itemsize)), TILE_ROWS)
     across, down = (np.ceil(sizes / tile) * tile / sizes for tile in (LANES, tall))
     pairs = [across[:, lane] * down[:, row] for lane in lanes for row in rows if row != lane]
     if in_order:

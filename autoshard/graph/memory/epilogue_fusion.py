@@ -23,11 +23,7 @@ def fuse_epilogues(graph: OpGraph, analysis: FusionAnalysis) -> FusionAnalysis:
     reads only its small operands.
     """
     fusions, matmuls = analysis.fusions, analysis.matmuls
-    readers: dict[int, list[int]] = {}
-    for number, fusion in enumerate(fusions):
-        for tensor in fusion.reads:
-            for source in {tensor, *analysis.stored_sources(tensor)}:
-                readers.setdefault(source, []).append(number)
+    readers = _readers(analysis)
     made = list(fusions)
     stores: dict[int, int] = {}
     done: set[int] = set()
@@ -73,6 +69,16 @@ def fuse_epilogues(graph: OpGraph, analysis: FusionAnalysis) -> FusionAnalysis:
     kernels = {stored: graph.tensors[source].producer for source, stored in stores.items()}
     _fuse_sums(graph, analysis, made, readers, kernels)
     return _fused(analysis, made, stores)
+
+
+def _readers(analysis: FusionAnalysis) -> dict[int, list[int]]:
+    """Map each stored value to the numbers of the fusions that read it or a slice of it."""
+    readers: dict[int, list[int]] = {}
+    for number, fusion in enumerate(analysis.fusions):
+        for tensor in fusion.reads:
+            for source in {tensor, *analysis.stored_sources(tensor)}:
+                readers.setdefault(source, []).append(number)
+    return readers
 
 
 def _fused(analysis: FusionAnalysis, fusions: Sequence[Fusion], stores: Mapping[int, int]) -> FusionAnalysis:
@@ -140,11 +146,15 @@ def _fuse_sums(
     The kernel of a matmul reads other operands of sums of its result if they exist before. An example are the values
     that a batch normalisation saved (kernels of a convolution and several sums in convolutional steps on v5e).
 
+    A later elementwise kernel computes a sum only if it does not need it, as for the gradient of a norm's scale.
+
     - `readers`: the numbers of the fusions that read each stored value.
     - `epilogues`: the matmul of each value that a matmul's kernel stores instead of its result.
     """
     fusions = analysis.fusions
     maker = {tensor: number for number, fusion in enumerate(fusions) for tensor in fusion.writes}
+    joined = set[int]()
+    """Sums that another kernel computes; they have none of their own that others could join."""
     for number, fusion in enumerate(fusions):
         root = graph.ops[fusion.root]
         if root.kind != "reduce":
@@ -165,16 +175,33 @@ def _fuse_sums(
         if matmul in analysis.matmuls and graph.ops[matmul].loop == root.loop and len(large) > 1:
             if all(graph.tensors[t].producer < matmul for t in needed):
                 made[number] = dataclasses.replace(fusion, reads=tuple(t for t in fusion.reads if t != latest))
-        hosts = [*([maker[latest]] if latest in maker else ()), *siblings]
+        hosts = [*([maker[latest]] if latest in maker else ()), *(n for n in siblings if n not in joined)]
         for host in hosts:
             other = graph.ops[fusions[host].root]
             goes_on = other.op_class is OpClass.POINTWISE or other.id in analysis.matmuls or other.kind == "reduce"
             there = {*fusions[host].reads, *fusions[host].writes}
-            if not goes_on or other.loop != root.loop or not large <= there:
+            if not goes_on or other.loop != root.loop or not large <= there or _needs(fusions, maker, host, number):
                 continue
             if all(graph.tensors[t].producer < other.id for t in small):
                 made[number] = dataclasses.replace(fusion, reads=tuple(small))
+                joined.add(number)
                 break
+
+
+def _needs(fusions: Sequence[Fusion], maker: Mapping[int, int], later: int, earlier: int) -> bool:
+    """Return True if the fusion `later` needs a result of the fusion `earlier`, directly or through others.
+
+    Both are numbers in `fusions`, and `maker` has the number of the fusion that writes each value.
+    """
+    seen, left = {later}, [later]
+    while left:
+        before = {maker.get(tensor, -1) for tensor in fusions[left.pop()].reads} - seen
+        if earlier in before:
+            return True
+        more = {number for number in before if number > earlier}
+        seen |= more
+        left += more
+    return False
 
 
 def fuse_gpu_epilogues(graph: OpGraph, analysis: FusionAnalysis) -> FusionAnalysis:
@@ -198,6 +225,7 @@ def fuse_gpu_epilogues(graph: OpGraph, analysis: FusionAnalysis) -> FusionAnalys
         reads = tuple(t for t in fusions[number].reads if t != op.results[0])
         made[number] = Fusion(root, fusions[number].writes, reads, (), True)
     _join_rounded(graph, made)
+    _fuse_sums(graph, analysis, made, _readers(analysis), {})
     return _fused(analysis, made, stores)
 
 

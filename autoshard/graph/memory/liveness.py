@@ -20,7 +20,7 @@ from autoshard.graph.memory.stack_layouts import (
     tile_row_copies,
     transposed_stack_copies,
 )
-from autoshard.graph.records import OpClass, OpGraph
+from autoshard.graph.records import Op, OpClass, OpGraph
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -171,15 +171,68 @@ def defer_weight_gradients(graph: OpGraph, liveness: Liveness) -> Liveness:
         after = max((loop.stop for loop in outer_loops if op.id < loop.start and loop.stop <= use), default=0)
         for tensor in fusion.reads if after else ():
             late[tensor] = max(late.get(tensor, 0), after)
+    return _extended(liveness, late)
+
+
+def _extended(liveness: Liveness, until: Mapping[int, int]) -> Liveness:
+    """Return the liveness with the buffers of the tensors of `until` live until these ops at least."""
     widths = dict(liveness.widths)
     buffers = []
     for buffer in liveness.buffers:
         tensor, start, stop = buffer
-        longer = (tensor, start, max(stop, late.get(tensor, 0)))
+        longer = (tensor, start, max(stop, until.get(tensor, 0)))
         if buffer != longer and buffer in widths:
             widths[longer] = widths.pop(buffer)
         buffers.append(longer)
     return dataclasses.replace(liveness, buffers=tuple(sorted(buffers)), widths=widths)
+
+
+_HIDES_SUM = 5
+"""Convolutions that XLA's GPU scheduler runs beside one collective: its latency of 5,000 over 1,000 for a call.
+
+Source: `kHighLatency` and `kMediumCost` in `xla/service/gpu/gpu_latency_hiding_scheduler.cc`.
+"""
+
+
+def defer_filter_gradients(graph: OpGraph, liveness: Liveness) -> Liveness:
+    """Return the liveness with the gradients of filters where the GPU scheduler uses them to hide sums over devices.
+
+    Gradients through a batch normalisation need sums over the batch, which devices add up while other work runs. The
+    scheduler goes from the last op back, and the gradients of filters are free to move, as only updates need them.
+    The last sums get `_HIDES_SUM` of them each, and operands stay live until then. Seen in convolutional steps on
+    h100, where a batch split over devices and norms of two to six convolutions made all but the first run last.
+    """
+    reads = {fusion.root: fusion.reads for fusion in liveness.fusions}
+    last = _last_convolutions(graph)
+    free = [op.id for op in graph.ops if op.kind == "convolution" and op.loop < 0 and not last.get(op.results[0])]
+    sums = [op.id for op in graph.ops if op.id in reads and _sums_batch(graph, op) and last.get(op.results[0])]
+    live: dict[int, int] = {}
+    for number, convolution in enumerate(reversed(free)):
+        place = number // _HIDES_SUM
+        if place < len(sums) and sums[-1 - place] > convolution:
+            live |= dict.fromkeys(reads[convolution], sums[-1 - place] + 1)
+    return _extended(liveness, live)
+
+
+def _last_convolutions(graph: OpGraph) -> dict[int, int]:
+    """Map each value that a convolution needs, directly or through other ops, to the last such convolution."""
+    last: dict[int, int] = {}
+    for op in reversed(graph.ops):
+        after = max((last.get(t, 0) for t in op.results), default=0)
+        if op.kind == "convolution":
+            after = max(after, op.id)
+        for tensor in op.operands if after else ():
+            last[tensor] = max(last.get(tensor, 0), after)
+    return last
+
+
+def _sums_batch(graph: OpGraph, op: Op) -> bool:
+    """Return True for a sum outside of loops over the first dim of its operand, the batch, and others."""
+    if op.kind != "reduce" or op.rule is None or op.loop >= 0 or graph.tensors[op.operands[0]].shape[0] == 1:
+        return False
+    first, *others = op.rule.operands[0]
+    left = {factor for dim in op.rule.results[0] for factor in dim}
+    return left.isdisjoint(first) and any(left.isdisjoint(dim) for dim in others)
 
 
 def _needed(graph: OpGraph) -> dict[int, int]:

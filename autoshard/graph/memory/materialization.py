@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 
 from autoshard.graph.memory.fusion_analysis import CHEAP_INTO_MATMUL, MANY, SMALL, Fusion, FusionAnalysis
+from autoshard.graph.memory.gpu_recomputation import GpuRecomputation
 from autoshard.graph.memory.host_transfers import INTO_STACKS, TO_HOST
 from autoshard.graph.memory.operand_rounding import INSERTED
 from autoshard.graph.records import Op, OpClass, OpGraph, is_batched
@@ -46,8 +47,8 @@ def store_values(graph: OpGraph, analysis: FusionAnalysis) -> FusionAnalysis:
     Values without a producer are stored. A layer's slice, a slice of one stored value, and gathered rows that are not
     stored, count as a part of it. An update in place moves only the inserted slice.
     """
-    deciding = _StoreDecision(graph, analysis, _latest_makers(graph))
     materialised = {tensor.id for tensor in graph.tensors if tensor.producer < 0}
+    deciding = _StoreDecision(graph, analysis, _latest_makers(graph), GpuRecomputation(graph, analysis, materialised))
     reach = {tensor: frozenset((tensor,)) for tensor in materialised}
     bases: dict[int, frozenset[int]] = {}
     fusions: list[Fusion] = []
@@ -137,6 +138,8 @@ class _StoreDecision:
     analysis: FusionAnalysis
     latest: Sequence[int]
     """Result of `_latest_makers`: for every value its latest kernel."""
+    again: GpuRecomputation
+    """Comparison of storing and computing again on GPUs."""
     epilogues: dict[int, int] = dataclasses.field(default_factory=dict)
     """Maps each value that a matmul's kernel stores instead of its result to that matmul."""
 
@@ -188,10 +191,7 @@ class _StoreDecision:
         if rules.gpu_kernels:
             if is_rounded_tanh(self.graph, op):
                 return True
-            kernels = len(users) if ends is None else len(ends)
-            # Recompute: every kernel reads the sources. Store: read them once, write the value, read it in every
-            # kernel.
-            return kernels * before > before + (kernels + 1) * own
+            return self.again.stores(tensor, reads if scores else large)
         return before > own
 
     def _rectifies(self, op: Op) -> bool:
@@ -205,13 +205,15 @@ class _StoreDecision:
     def _readers(self, tensor: int) -> list[tuple[int, int]]:
         """Return the ops, by id, that read a value, each with the tensor that it reads.
 
-        Ops that read its maximum on load (`_rectifies`) are among them.
+        Matmuls that read its maximum on load (`_rectifies`) are among them. Convolutions read a stored maximum.
         """
+        ops = self.graph.ops
         readers = [(user, tensor) for user in self.analysis.consumers[tensor]]
         for user in self.analysis.consumers[tensor]:
-            if self._rectifies(self.graph.ops[user]):
-                result = self.graph.ops[user].results[0]
-                readers += ((each, result) for each in self.analysis.consumers[result])
+            if self._rectifies(ops[user]):
+                result = ops[user].results[0]
+                matmuls = (each for each in self.analysis.consumers[result] if ops[each].kind == "dot_general")
+                readers += ((each, result) for each in matmuls)
         return readers
 
     def _source(self, tensor: int) -> int:

@@ -17,6 +17,7 @@ from autoshard.graph import (
     analyse,
     build_structure,
     cached_graph,
+    defer_filter_gradients,
     defer_weight_gradients,
     find_softmaxes,
     is_sum,
@@ -150,6 +151,8 @@ def build_model(
     graph, structure, liveness = reading.graph, reading.structure, reading.liveness
     if program.pipeline is not None and mesh.topology.chip.name in LATE_IN_STAGES:
         liveness = defer_weight_gradients(graph, liveness)
+    if mesh.topology.traits.gpu_kernels and mesh.num_devices > 1:
+        liveness = defer_filter_gradients(graph, liveness)
     program = lowered_for(program, mesh.topology.traits.platform)
     return price(program, graph, structure, liveness, where, memory_limit, calibration, tables)
 

@@ -1,6 +1,5 @@
 """Prices of the nodes of a model: the alternatives of every cluster and heavy op."""
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -105,21 +104,22 @@ class NodePricer:
         heavy ops is left to their own nodes, except that of `FOLDED_OPS`. Launches add their overhead to the compute
         time. A cluster with a softmax has the time and the buffers of the softmax instead.
         """
-        traffic: dict[int, dict[int, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
+        traffic: dict[int, dict[int, list[tuple[int, float, int]]]] = defaultdict(lambda: defaultdict(list))
         for fusion in self.liveness.fusions:
             op = self.graph.ops[fusion.root]
             if op.op_class is OpClass.HEAVY and op.kind not in FOLDED_OPS:
                 continue
-            for tensor in itertools.chain(fusion.moved, self.read_tensors(fusion)):
+            written = [(tensor, -1) for tensor in fusion.moved]
+            for tensor, reader in (*written, *((tensor, op.id) for tensor in self.read_tensors(fusion))):
                 cluster = self.structure.cluster_of[tensor]
                 if cluster >= 0:
-                    traffic[cluster][op.loop].append((tensor, self.graph.trips(op.loop)))
+                    traffic[cluster][op.loop].append((tensor, self.graph.trips(op.loop), reader))
         launches = self.launches()
         for each in self.liveness.extra_traffic:
             cluster = self.structure.cluster_of[each.tensor]
             if cluster >= 0:
                 times = streams(each, self.graph, self.compute)
-                traffic[cluster][each.block].append((each.tensor, times))
+                traffic[cluster][each.block].append((each.tensor, times, -1))
         buffers: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
         for tensor, start, stop in self.liveness.buffers:
             if self.structure.cluster_of[tensor] >= 0:
@@ -186,21 +186,24 @@ class NodePricer:
         return fusion.reads if any(dim >= rank - TILED for dim in op.strided) else op.results
 
     def cluster_seconds(
-        self, traffic: Mapping[int, Sequence[tuple[int, float]]], local: Mapping[int, Seconds], states: int
+        self, traffic: Mapping[int, Sequence[tuple[int, float, int]]], local: Mapping[int, Seconds], states: int
     ) -> dict[Channel, Seconds]:
         """Return the seconds of the memory traffic of a cluster's tensors in one step, by channel, [states].
 
         Tensors in the hosts' memory count in the channel of the host, all others in that of compute.
 
-        - `traffic`: for each block (tensor, times per step).
+        - `traffic`: for each block (tensor, times per step, op that reads it or -1).
         - `local`: bytes of each tensor on one device, [states].
         - `states`: number of states.
         """
         time: dict[Channel, Seconds] = {}
         for block, items in traffic.items():
             for away, what in ((False, "compute"), (True, HOST)):
-                read = [(t, trips) for t, trips in items if (t in self.liveness.hosted) == away]
-                moved = [(local[t] if away else self.residency.streamed(t, local[t])) * trips for t, trips in read]
+                moved = [
+                    (local[t] if away else self.residency.streamed(t, local[t], reader)) * trips
+                    for t, trips, reader in items
+                    if (t in self.liveness.hosted) == away
+                ]
                 if moved:
                     rate = self.compute.host_seconds if away else self.compute.memory_seconds
                     time[(block, what)] = rate(sum(moved, np.zeros(states)))

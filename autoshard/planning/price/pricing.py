@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost import Calibration, Mesh
-from autoshard.graph import FactorKind, Liveness, Op, OpClass, OpGraph, Structure
+from autoshard.graph import FactorKind, Liveness, Op, OpClass, OpGraph, Structure, is_batched
 from autoshard.planning.price.node_prices import NodePricer
 from autoshard.planning.price.reshard_paths import PathPrices, PathTables
 from autoshard.planning.price.sum_places import SumPlaces
@@ -96,6 +96,8 @@ class ReshardStates:
     """Sizes of the dims of the tensor, or of the factors of the op's rule, that `source` and `target` refer to."""
     dtype: str
     """Dtype in which partial results are summed."""
+    stacked: bool = False
+    """Value of `Path.stacked`."""
 
 
 class _Pricer(NodePricer):
@@ -235,11 +237,12 @@ class _Pricer(NodePricer):
         aim = self.dims_states(cluster, self.nodes[cluster].states, out)
         trips = self.graph.trips(op.loop)
         dtype = self.graph.tensors[out].dtype
+        stacked = op.kind == "convolution" or is_batched(op)
         self.add_reshard(
             node,
             cluster,
             ValueUse(out, op.id, op.loop, trips),
-            ReshardStates(source, source, source, aim, shape, dtype),
+            ReshardStates(source, source, source, aim, shape, dtype, stacked),
         )
 
     def add_heavy_operand(self, op: Op, operand: int, tensor: int, source_node: int, node: int) -> None:
@@ -358,7 +361,7 @@ class _Pricer(NodePricer):
         # Some backends sum narrow types in float32.
         reduce_itemsize = 4 if widened != way.dtype else itemsize
         ends = (held[first], way.passed_dims[first], tuple(way.factors), states[first], aim[first_aim])
-        path = self.shared(Path(record.shape, *ends, itemsize, reduce_itemsize, collected))
+        path = self.shared(Path(record.shape, *ends, itemsize, reduce_itemsize, collected, way.stacked))
         apart = None
         if narrow is not None:
             apart = narrow[first][:, None] if at_source else narrow[first_aim][None, :]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost import KINDS, LANES, Collectives, Compute, Kind, Mesh, hidden_seconds, hiding_shares
+from autoshard.cost import KINDS, LANES, TILE_ROWS, Collectives, Compute, Kind, Mesh, hidden_seconds, hiding_shares
 from autoshard.planning.space.decision_model import EXPOSED, Path
 from autoshard.planning.space.overlap import Overlap, hiding_figures
 from autoshard.planning.xla.axis_assignments import (
@@ -25,6 +25,7 @@ from autoshard.planning.xla.axis_assignments import (
     emitted,
     emitted_gather,
     extents,
+    is_stack,
     local_elements,
     members,
     split,
@@ -122,7 +123,7 @@ class PathPrices:
         early = self._ends(path.source_dims[:0] if same else path.source_dims, path.passed_dims, path.shape)
         ends = self._ends(path.source, path.target, path.factors)
         links = np.array([bits for bits in self._links.values() if bits >= 0], dtype=np.int64)
-        sizes = Sizes(path.itemsize, path.reduce_itemsize, path.collected)
+        sizes = Sizes(path.itemsize, path.reduce_itemsize, path.collected, is_stack(path.factors, path.stacked))
         shares = np.stack([self._hidden(overlap, kind) for kind in KINDS], axis=1)
         charge_pairs(self._rules, shares, links, early, ends, sizes, first_row // height, tables, first)
         names, order = list(self._links), np.argsort(first).tolist()
@@ -179,7 +180,7 @@ class PathPrices:
             scattering=scattering,
             gathering=gathering,
             tpu=prices.mesh.topology.traits.joins_sums,
-            odd=float(LANES),
+            tile=(float(TILE_ROWS), float(LANES)),
             launch=np.array([launch for launch, _ in tables]),
             latency=rates[0],
             per_byte=rates[1],
@@ -299,7 +300,7 @@ def path_waves(path: Path, collectives: Collectives) -> tuple[list[Wave], list[W
     gathers: list[Wave] = []
     if (path.source_dims != path.passed_dims).any():
         gathers = waves(path.source_dims, path.passed_dims, path.shape, *sizes, collectives)
-    steps = waves(path.source, path.target, path.factors, *sizes, collectives)
+    steps = waves(path.source, path.target, path.factors, *sizes, collectives, path.stacked)
     if path.collected:
         steps = [_collected(wave, collectives) for wave in steps]
     return gathers, steps

@@ -213,21 +213,21 @@ def _memory_passes(model: Model, choices: NDArray[np.int64]) -> Iterator[MemoryP
     divided.
     """
 
-    def passes(place: Place, tensor: int, block: int, times: float) -> Iterator[MemoryPass]:
+    def passes(place: Place, tensor: int, block: int, times: float, reader: int = -1) -> Iterator[MemoryPass]:
         """Yield the pass of a tensor with a cluster, with the bytes of its planned shard; none for other tensors."""
         if model.structure.cluster_of[tensor] < 0:
             return
         record, spec = model.graph.tensors[tensor], tensor_spec(model, choices, tensor)
         local = math.prod(spec.local_shape(record.shape, model.mesh.axes)) * record.itemsize
         on_host = tensor in model.liveness.hosted
-        size = float(local) if on_host else float(model.residency.streamed(tensor, local))
+        size = float(local) if on_host else float(model.residency.streamed(tensor, local, reader))
         yield MemoryPass(place, tensor, block, times, size, on_host, spec.axes)
 
     for fusion in model.liveness.fusions:
         op = model.graph.ops[fusion.root]
         if op.op_class is not OpClass.HEAVY or op.kind in FOLDED_OPS:
-            for tensor in (*fusion.moved, *fusion.reads):
-                yield from passes(("op", op.id), tensor, op.loop, model.graph.trips(op.loop))
+            for tensor, reader in (*((t, -1) for t in fusion.moved), *((t, op.id) for t in fusion.reads)):
+                yield from passes(("op", op.id), tensor, op.loop, model.graph.trips(op.loop), reader)
     for each in model.liveness.extra_traffic:
         times = streams(each, model.graph, model.compute)
         yield from passes(("tensor", each.tensor), each.tensor, each.block, times)

@@ -64,13 +64,14 @@ class Residency:
         self.share = np.zeros(len(graph.tensors))
         """Largest share of each tensor that stays on the chip, [tensors]; 0 if it is always in main memory."""
         self.room = room = chip.vmem_bytes // chip.cores_per_chip - RESERVED
+        self._written, self._made = np.zeros(len(graph.ops) + 3), dict[int, tuple[int, int]]()
         if room <= 0 or not self.ratio:
             return
         candidates = list(_candidates(graph, liveness))
-        written = np.zeros(len(graph.ops) + 3)
-        for size, _, start, _ in candidates:
-            written[start + 1] += size
-        written = written.cumsum()
+        for size, tensor, start, _ in candidates:
+            self._written[start + 1] += size
+            self._made[tensor] = start, size
+        self._written = written = self._written.cumsum()
         alike: dict[object, list[tuple[int, float]]] = defaultdict(list)
         for size, tensor, start, stop in candidates:
             # Values without elements have no bytes.
@@ -132,15 +133,29 @@ class Residency:
                 if read and tensor not in liveness.materialised and tensor not in stacked:
                     self.share[tensor] = min(read)
 
-    def streamed(self, tensor: int, local_bytes: ArrayLike) -> NDArray[np.float64]:
+    def streamed(self, tensor: int, local_bytes: ArrayLike, reader: int = -1) -> NDArray[np.float64]:
         """Return the main-memory bytes that take as long to transfer as `local_bytes` of a tensor do.
 
-        A shard within `share` of the tensor stays on the chip and counts less, by the ratio of bandwidths.
+        A shard within `share` of the tensor stays on the chip and counts less, by the ratio of bandwidths. So does one
+        that an op `reader` outside of loops reads soon enough (`_share_until`).
         """
         local = np.asarray(local_bytes, dtype=np.float64)
-        if not self.share[tensor]:
+        share = max(self.share[tensor], self._share_until(tensor, reader))
+        if not share:
             return local
-        return np.where(local <= self.share[tensor] * self.graph.tensors[tensor].bytes, local / self.ratio, local)
+        return np.where(local <= share * self.graph.tensors[tensor].bytes, local / self.ratio, local)
+
+    def _share_until(self, tensor: int, reader: int) -> float:
+        """Return the largest share of a tensor that is still on the chip when an op reads it; 0 if none is.
+
+        The compiler copies a value that a later op needs to main memory beside other work, and reads the first copy
+        until something else needs its place. Sums of batch norms read outputs of convolutions so (v5e, v6e).
+        """
+        start, size = self._made.get(tensor, (0, 0))
+        if not size or reader < start or self.graph.ops[reader].loop >= 0:
+            return 0.0
+        written = float(self._written[reader + 1] - self._written[start])
+        return self.room / max(written, 1.0) if written <= LASTING * size else 0.0
 
     def fused_operand_bytes(self, tensor: int, local_bytes: ArrayLike) -> NDArray[np.float64]:
         """Return the `streamed` bytes, beyond its operand's own, that a kernel reads to compute a fused operand.
@@ -279,11 +294,13 @@ class Path:
     """Bytes of an element in sums of partial results."""
     collected: bool = False
     """True if partial results are gathered and combined, not summed."""
+    stacked: bool = False
+    """True if partial results are matrices in a stack whose dims keep their order, as filters of a convolution are."""
 
     def contents(self) -> tuple[object, ...]:
         """Return a key that is equal for equal paths."""
         states = (self.source_dims, self.passed_dims, self.source, self.target)
-        sizes = (self.shape, self.factors, self.itemsize, self.reduce_itemsize, self.collected)
+        sizes = (self.shape, self.factors, self.itemsize, self.reduce_itemsize, self.collected, self.stacked)
         return (*sizes, *((each.shape, each.tobytes()) for each in states))
 
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost import LANES, Collectives, Kind
+from autoshard.cost import LANES, TILE_ROWS, Collectives, Kind
 
 
 WHOLE = -1
@@ -222,6 +222,7 @@ def waves(
     itemsize: int,
     reduce_itemsize: int,
     collectives: Collectives,
+    stacked: bool = False,
 ) -> list[Wave]:
     """Return the collectives of XLA's partitioner that reshard a tensor from each source to each target state.
 
@@ -236,8 +237,8 @@ def waves(
 
     Three cases differ. If one of several axes of a dim moves together with another change, the whole tensor is gathered
     (XLA's "involuntary full rematerialization"). If an axis changes on a dim whose minor axes stay, the shard is sent
-    by a collective-permute. TPU compilers have no reduce-scatter that leaves an odd number of whole vector registers of
-    the last dim (`LANES`): they reduce everything and slice.
+    by a collective-permute. TPU compilers reduce everything and slice if a reduce-scatter would leave parts of tiles
+    (`_breaks_tiles`).
 
     Evidence: docs/compiler_behaviour.md, "Collectives of a reshard".
 
@@ -246,6 +247,7 @@ def waves(
     - `itemsize`: bytes of an element.
     - `reduce_itemsize`: bytes of an element where partial sums are reduced.
     - `collectives`: prices of the collectives on the mesh.
+    - `stacked`: True if partial results are stacks of matrices (`Path.stacked`).
     """
     axis_sizes = collectives.mesh.sizes
     count = len(axis_sizes)
@@ -276,7 +278,8 @@ def waves(
             emitted_waves.append(Wave(kind, groups, local * item))
 
     last = len(sizes) - 1
-    minor = np.broadcast_to(extents(source, sizes, axis_sizes)[:, None], pairs)
+    rows, minor = (np.broadcast_to(each[:, None], pairs) for each in extents(source, sizes, axis_sizes).T)
+    stacked = is_stack(sizes, stacked)
     summed = np.zeros(pairs, dtype=np.int32)
     totals: list[Bits] = []
     for axis in range(count):
@@ -289,8 +292,11 @@ def waves(
         sliced = only(scatter, scattering, Emitted.SUM)
         together, staged = only(scatter, scattering, Emitted.SCATTER), only(scatter, scattering, Emitted.STAGED)
         for groups in (together, *(staged & 1 << a for a in range(count))):
-            minor = minor / parts[groups & mask(t == last)]
-            whole = groups * (tpu & (groups & mask(t == last) > 0) & (minor % (2 * LANES) == LANES))
+            ends_last, ends_rows = groups & mask(t == last), groups & mask(t == last - 1) if stacked else 0 * groups
+            minor, rows = minor / parts[ends_last], rows / parts[ends_rows]
+            broken = (ends_last > 0) & _breaks_tiles(minor, LANES, reduce_itemsize, not stacked)
+            broken |= (ends_rows > 0) & _breaks_tiles(rows, TILE_ROWS, reduce_itemsize)
+            whole = groups * (tpu & broken)
             add("all-reduce", whole, reduce_itemsize)
             add("reduce-scatter", groups ^ whole, reduce_itemsize)
             local = local / parts[groups]
@@ -325,13 +331,34 @@ def waves(
     return emitted_waves
 
 
-def extents(states: States, sizes: Sequence[int], axis_sizes: Sequence[int]) -> NDArray[np.float64]:
-    """Return the elements of the last dim on one device in each state, not rounded, [states].
+def is_stack(sizes: Sequence[int], stacked: bool) -> bool:
+    """Return True if a tensor of these dims, whose matrices are `stacked`, has more than one matrix."""
+    return stacked and math.prod(sizes[:-2]) > 1
 
-    A scalar counts as one element. Arguments are as in `local_elements`.
+
+def _breaks_tiles(size: NDArray[np.float64], tile: int, itemsize: int, relaid: bool = False) -> NDArray[np.bool_]:
+    """Return True where shards have parts of a TPU's tiles, so that the compiler has no reduce-scatter to them.
+
+    Elements below 4 bytes share the words of a register, so that a tile has more of them in the last two dims. With
+    `relaid`, the compiler lays a shard of partial registers out along another dim, which breaks nothing.
+
+    - `size`: elements of a dim on one device.
+    - `tile`: elements of 4 bytes along this dim.
+    - `itemsize`: bytes of an element.
     """
-    parts = np.where(states == len(sizes) - 1, np.array(axis_sizes), 1).prod(axis=1)
-    return (sizes[-1] if sizes else 1) / parts
+    broken = size % (tile * max(1, 4 // itemsize)) != 0
+    return broken & (size % tile == 0) if relaid else broken
+
+
+def extents(states: States, sizes: Sequence[int], axis_sizes: Sequence[int]) -> NDArray[np.float64]:
+    """Return the elements of the last two dims on one device in each state, not rounded, [states, 2].
+
+    Absent dims count as one element. Arguments are as in `local_elements`.
+    """
+    rank = len(sizes)
+    last = (*(1, 1), *sizes)[-2:]
+    parts = [np.where(states == rank - 2 + k, np.array(axis_sizes), 1).prod(axis=1) for k in range(2)]
+    return np.stack([last[k] / (parts[k] if rank - 2 + k >= 0 else np.ones(len(states))) for k in range(2)], axis=1)
 
 
 def _conflicts(

@@ -99,6 +99,16 @@ def table_of(graph: OpGraph, op: Op, topology: Topology) -> Table | None:
     return Table(table, count) if updates.elements == found * columns else None
 
 
+def gathers_inner(graph: OpGraph, op: Op) -> bool:
+    """Return True for a gather of slices along a dim that follows others which its slices contain whole."""
+    if op.kind != "gather" or op.rule is None:
+        return False
+    table, (dims, indices) = graph.tensors[op.operands[0]], op.rule.operands[:2]
+    copied = {factor for dim in op.rule.results[0] for factor in dim} - {factor for dim in indices for factor in dim}
+    whole = [copied.issuperset(dim) for dim, size in zip(dims, table.shape, strict=True) if size > 1 and dim]
+    return False in whole[1:] and whole[0]
+
+
 def _in(factor: int, dims: Sequence[tuple[int, ...]]) -> bool:
     """Return True if a factor is in one of some dims."""
     return any(factor in dim for dim in dims)

@@ -37,8 +37,8 @@ class Rules(NamedTuple):
     """Form (`Emitted`) of an all-gather, [groups]."""
     tpu: bool
     """True if the compiler joins sums and gathers as TPU compilers do (`Traits.joins_sums`)."""
-    odd: float
-    """Elements of the last dim that a TPU's reduce-scatter may not leave, modulo twice as many."""
+    tile: tuple[float, float]
+    """Rows and lanes of a TPU's tile of 4-byte elements."""
     launch: Floats
     """Launch seconds, [kinds, groups]."""
     latency: Floats
@@ -61,7 +61,7 @@ class Ends(NamedTuple):
     local: Floats
     """Elements on one device, [from]."""
     minor: Floats
-    """Elements of the last dim on one device, [from]."""
+    """Elements of the last two dims on one device, [from, 2]."""
     dims: int
     """Number of the tensor's dims."""
 
@@ -75,6 +75,8 @@ class Sizes(NamedTuple):
     """Bytes of an element where partial sums are reduced."""
     collected: bool
     """True if a sum is a gather of partial results, which every device then combines."""
+    stacked: bool
+    """True if partial results are stacks of matrices (`Path.stacked`)."""
 
 
 class Steps(NamedTuple):
@@ -113,20 +115,24 @@ def _add(steps, count, place, kind, group, size):
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _sum(rules, f, t, last, minor, local, item, steps):
+def _sum(rules, f, t, last, minor, local, sizes, steps):
     """Fill in the reductions of a pair in `steps`; return their number and the elements left on a device.
 
     - `f`, `t`: states at the source and at the target, [axes].
     - `last`: number of the last dim.
-    - `minor`: elements of the last dim on one device.
+    - `minor`: elements of the last two dims on one device, [2].
     - `local`: elements on one device.
-    - `item`: bytes of an element in sums.
+    - `sizes`: bytes of an element, and the treatment of sums.
     """
     axes = len(f)
-    count, summed, totals, ends_last = 0, 0, 0, 0
+    count, summed, totals, ends_last, ends_rows = 0, 0, 0, 0, 0
+    item, packed = sizes.reduced, max(1, 4 // sizes.reduced)
+    rows, lanes = minor[0], minor[1]
     for axis in range(axes):
         if t[axis] == last:
             ends_last |= 1 << axis
+        elif sizes.stacked and t[axis] == last - 1:
+            ends_rows |= 1 << axis
     for axis in range(axes):
         place = axis * (2 * (axes + 1) + 1)
         counted = f[axis] > PARTIAL
@@ -149,8 +155,12 @@ def _sum(rules, f, t, last, minor, local, item, steps):
             group = scatter & 1 << turn - 1 if how == STAGED else scatter
             if group == 0:
                 continue
-            minor /= rules.parts[group & ends_last]
-            whole = rules.tpu and (group & ends_last) > 0 and minor % (2 * rules.odd) == rules.odd
+            rows /= rules.parts[group & ends_rows]
+            lanes /= rules.parts[group & ends_last]
+            broken = (group & ends_rows) > 0 and rows % (packed * rules.tile[0]) != 0.0
+            if (group & ends_last) > 0 and (sizes.stacked or lanes % rules.tile[1] == 0.0):
+                broken |= lanes % (packed * rules.tile[1]) != 0.0
+            whole = rules.tpu and broken
             kind = REDUCE if whole else SCATTER
             count = _add(steps, count, place + 2 * turn + (not whole), kind, group, local * item)
             local /= rules.parts[group]
@@ -202,12 +212,12 @@ def _steps(rules, f, t, summed, shared, dims, minor, local, sizes, steps):
     - `summed`: True if there are partial sums.
     - `shared`: True if axes share a dim at either end.
     - `dims`: number of the tensor's dims.
-    - `minor`, `local`: elements of the last dim, and of the tensor, on one device.
+    - `minor`, `local`: elements of the last two dims, and of the tensor, on one device.
     - `steps`: filled with the collectives.
     """
     axes, count = len(f), 0
     if summed:
-        count, local = _sum(rules, f, t, dims - 1, minor, local, sizes.reduced, steps)
+        count, local = _sum(rules, f, t, dims - 1, minor, local, sizes, steps)
     place = axes * (2 * (axes + 1) + 1) + 1
     moved, gathered, sliced, split = 0, 0, 0, 0
     changed = False
@@ -334,7 +344,7 @@ def charge_pairs(rules, shares, links, early, ends, sizes, turns, tables, first)
     axes = ends.source.shape[1]
     most = places(axes, max(ends.dims, early.dims))
     steps = Steps(np.zeros(most, np.int64), np.zeros(most, np.int64), np.zeros(most, np.int64), np.zeros(most))
-    plain = Sizes(sizes.item, sizes.reduced, False)
+    plain = Sizes(sizes.item, sizes.reduced, False, False)
     row, spent = np.zeros(len(tables)), np.zeros(len(tables))
     least = np.zeros(rules.launch.shape)
     for kind in range(len(rules.launch)):

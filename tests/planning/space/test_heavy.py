@@ -94,6 +94,24 @@ def test_a_gather_of_rows_reads_them_and_one_of_elements_whole_bursts() -> None:
     assert single[0] == pytest.approx(float(compute.op_seconds(0, (512 + 4 + 4) * count)), rel=1e-6)
 
 
+@pytest.mark.parametrize(("topology", "passes"), [("v5e:2x2", 3), ("h100:4", 1)])
+def test_a_gather_along_an_inner_dim_on_tpus_copies_the_table_before_it_and_the_rows_after_it(
+    topology: str, passes: int
+) -> None:
+    """Price the resize of images. For 256 x 64 x 32 x 256 to twice the width, v5e's schedule has three such passes."""
+    images, index = (256, 64, 32, 256), shape(64, 1, dtype="int32")
+
+    def resized(x: jax.Array, i: jax.Array) -> jax.Array:
+        dims = jax.lax.GatherDimensionNumbers(offset_dims=(0, 1, 3), collapsed_slice_dims=(2,), start_index_map=(2,))
+        return jax.lax.gather(x, i, dims, (256, 64, 1, 256), mode="promise_in_bounds")
+
+    times = seconds(resized, shape(*images, dtype="bfloat16"), index, topology=topology, kind="gather")
+    # The table is read as often as the result is written, and each row twice.
+    read, written = 2 * 256 * 64 * 64 * 256, 2 * 256 * 64 * 64 * 256
+    moved = read + written + (passes - 1) * (written / 2 + written)
+    assert times[0] == pytest.approx(float(Compute(Topology.parse(topology)).op_seconds(0, moved)), rel=0.01)
+
+
 def test_a_scatter_on_gpus_reads_and_writes_a_row_for_each_update() -> None:
     """Add up indices, updates, rows read and written, and the table that is filled, as XLA's cost analysis does."""
     count, table = 1 << 16, 4096

@@ -130,6 +130,27 @@ def test_layers_that_repeat_are_alike_and_what_they_save_is_in_main_memory() -> 
     assert len(set(shares)) < 6
 
 
+def test_a_saved_value_is_read_on_the_chip_by_the_ops_that_follow_at_once() -> None:
+    """Read a product that the backward pass needs too: a norm reads it at once, gradients after many writes."""
+
+    def loss(w: Any, x: Any) -> Any:
+        for layer in w:
+            x = x @ layer
+            x = jnp.tanh(x - x.mean(0) * jax.lax.rsqrt(x.var(0) + 1e-5))
+        return jnp.sum(x.astype(jnp.float32) ** 2)
+
+    model = built(trace(jax.grad(loss), ([half(WIDTH, WIDTH)] * 40, half(1 << 14, WIDTH)), name="norms"))
+    product, residency = between(model), model.residency
+    shard = model.graph.tensors[product].bytes / model.mesh.topology.num_devices
+    readers = [f.root for f in model.liveness.fusions if product in f.reads]
+    assert residency.share[product] == 0 and residency.streamed(product, shard) == shard
+    near = [bool(residency.streamed(product, shard, reader) < shard) for reader in readers]
+    assert near[0] and not near[-1] and near == sorted(near, reverse=True)
+    # One that does not fit is read from main memory even by the next op.
+    room = model.mesh.topology.chip.vmem_bytes - RESERVED
+    assert residency.streamed(product, 2.0 * room, readers[0]) == 2.0 * room
+
+
 @pytest.mark.parametrize("topology", ["h100:8", "cpu:8", "v4:2x2x2"])
 def test_chips_without_room_read_everything_from_main_memory(topology: str) -> None:
     model = built(chain(1 << 10), topology)

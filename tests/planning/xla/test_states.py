@@ -77,9 +77,10 @@ def test_local_elements_count_padding() -> None:
     assert local_elements(enumerate_states((), (4, 2)), (), (4, 2)).tolist() == [1]
 
 
-def test_the_last_dim_is_split_by_the_axes_on_it() -> None:
+def test_the_last_two_dims_are_split_by_the_axes_on_them() -> None:
     states = np.array([[WHOLE, WHOLE], [0, WHOLE], [1, WHOLE], [PARTIAL, 1], [1, 1]])
-    assert extents(states, (10, 64), (4, 2)).tolist() == [64, 64, 16, 32, 8]
+    assert extents(states, (10, 64), (4, 2)).tolist() == [[10, 64], [2.5, 64], [10, 16], [10, 32], [10, 8]]
+    assert extents(states[:1], (10,), (4, 2)).tolist() == [[1, 10]]
 
 
 @pytest.mark.parametrize("axes", [1, 3, 30])

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard.cost import Collectives, Mesh, Topology, make_mesh
 from autoshard.exec import read_collectives, wire_by_axis
 from autoshard.planning.explain.plan_pins import intermediate_states
-from autoshard.planning.xla.axis_assignments import PARTIAL, WHOLE, Step, enumerate_states, transition
+from autoshard.planning.xla.axis_assignments import PARTIAL, WHOLE, Step, enumerate_states, transition, waves
 
 
 SHAPE = (16, 32, 64)
@@ -223,6 +223,35 @@ def test_tpus_sum_whole_what_would_leave_an_odd_number_of_registers(topology: st
     assert kinds((0, WHOLE), (5632, 64)) == [("reduce-scatter", (0,), whole)]
     for columns in (4096, 5120, 5632 + 128):  # 8, 10 and 11.25
         assert kinds((1, WHOLE), (64, columns)) == [("reduce-scatter", (0,), 2.0 * 64 * columns)]
+
+
+STACKS = [
+    # Shape and itemsize of gradients that v5e:2x4 sums over 8 devices, and the split dims that become reduce-scatters.
+    ((3, 3, 64, 2048), 2, (3,)),
+    ((3, 3, 96, 1536), 2, ()),
+    ((3, 3, 128, 1024), 2, (2,)),
+    ((3, 3, 192, 512), 2, ()),
+    ((3, 3, 256, 64), 2, (2,)),
+    ((3, 3, 32, 512), 4, ()),
+    ((3, 3, 64, 1024), 4, (2, 3)),
+    ((3, 3, 96, 2048), 4, (3,)),
+    ((3, 3, 192, 64), 4, (2,)),
+    ((4, 64, 1024), 2, ()),
+    ((4, 128, 1024), 2, (1,)),
+]
+"""Read from libtpu 0.0.52 for `bijk,bn->ijkn` and `ebk,ebn->ekn` over a split batch."""
+
+
+@pytest.mark.parametrize(("shape", "itemsize", "scattered"), STACKS)
+def test_tpus_scatter_stacks_of_matrices_by_whole_tiles(
+    shape: tuple[int, ...], itemsize: int, scattered: tuple[int, ...]
+) -> None:
+    prices = Collectives(make_mesh(Topology.parse("v5e:2x4"), {"d": 8}))
+    rank = len(shape)
+    for dim in (rank - 2, rank - 1):
+        ends = np.array([[PARTIAL]]), np.array([[dim]])
+        kinds = [wave.kind for wave in waves(*ends, shape, itemsize, itemsize, prices, stacked=True)]
+        assert kinds == ["reduce-scatter" if dim in scattered else "all-reduce"]
 
 
 def test_what_is_summed_whole_is_sliced_for_the_sums_that_follow() -> None:

@@ -1,0 +1,90 @@
+"""Values that XLA's GPU compiler stores around batch normalisations, as its fusions for h100 show, and their lives."""
+
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tests.graph.programs import graph_of
+
+from autoshard.graph import FusionRules, Liveness, OpGraph, analyse, defer_filter_gradients
+
+
+GPU = FusionRules(gpu_kernels=True)
+BATCH, SIZE, WIDTH = 64, 32, 64
+LARGE = BATCH * SIZE * SIZE * WIDTH
+
+
+def normalised(layers: int, dtype: str, norm: bool = True) -> OpGraph:
+    """Return the gradients of convolutions with residuals, each after a batch normalisation unless `norm` is False."""
+
+    def loss(convs: Any, head: Any, x: Any) -> Any:
+        for kernel, scale in convs:
+            y = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            if norm:
+                mean, var = y.mean((0, 1, 2)), y.var((0, 1, 2))
+                y = (y - mean) * jax.lax.rsqrt(var + 1e-5) * scale
+            y = jax.nn.relu(y)
+            x = y if y.shape != x.shape else x + y
+        return jnp.sum((x.mean((1, 2)) @ head).astype(jnp.float32) ** 2)
+
+    def array(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    convs = [(array(3, 3, 3 if i == 0 else WIDTH, WIDTH), array(WIDTH)) for i in range(layers)]
+    return graph_of(jax.grad(loss, (0, 1)), convs, array(WIDTH, 10), array(BATCH, SIZE, SIZE, 3))
+
+
+def large(graph: OpGraph, tensors: Any) -> list[int]:
+    return [t for t in tensors if graph.tensors[t].elements == LARGE]
+
+
+@pytest.mark.parametrize(
+    ("layers", "dtype", "stored"),
+    [
+        # Of three masked gradients the first layer's is stored; it is computed from three values.
+        (3, "bfloat16", {"convolution": 5, "maximum": 1, "add": 1 + 3, "select": 1}),
+        # One sum of residual gradients is stored, and every other masked gradient.
+        (6, "float32", {"convolution": 11, "maximum": 1, "add": 4 + 6 + 1, "select": 3}),
+    ],
+)
+def test_gpus_store_masked_gradients_that_many_kernels_compute_from_several_values(
+    layers: int, dtype: str, stored: dict[str, int]
+) -> None:
+    graph = normalised(layers, dtype)
+    fusions = analyse(graph, rules=GPU).fusions
+    assert Counter(graph.ops[f.root].kind for f in fusions for _ in large(graph, f.writes)) == stored
+
+
+def test_gpus_sum_alike_values_in_one_kernel_but_read_again_for_a_variance() -> None:
+    graph = normalised(3, "bfloat16")
+    forward = [f for f in analyse(graph, rules=GPU).fusions if "transpose" not in graph.ops[f.root].name]
+    sums = [f for f in forward if graph.ops[f.root].kind == "reduce" and large(graph, f.reads)]
+    # Mean and variance of each layer, and the means over each image.
+    assert len(sums) == 3 * 2 + 1
+
+
+def stops(graph: OpGraph, liveness: Liveness) -> dict[int, int]:
+    return {tensor: stop for tensor, _, stop in liveness.buffers if graph.tensors[tensor].elements == LARGE}
+
+
+def test_gradients_of_filters_wait_for_the_last_sums_over_devices() -> None:
+    graph = normalised(3, "bfloat16")
+    before = analyse(graph, rules=GPU)
+    first, after = stops(graph, before), stops(graph, defer_filter_gradients(graph, before))
+    reads = {f.root: f.reads for f in before.fusions}
+    filters = [op for op in graph.ops if op.kind == "convolution" and graph.tensors[op.results[0]].shape[0] == 3]
+    *late, last = filters
+    assert len(late) == 2
+    # The gradient of the first layer's filter needs the last sum itself.
+    extended = {t for op in late for t in large(graph, reads[op.id])}
+    assert {t for t in after if after[t] > first[t]} == extended
+    norm = max(op.id for op in graph.ops if op.kind == "reduce" and graph.tensors[op.operands[0]].elements == LARGE)
+    assert {after[t] for t in extended} == {norm + 1} and norm < last.id
+
+
+def test_without_sums_over_the_batch_gradients_of_filters_run_at_once() -> None:
+    graph = normalised(3, "bfloat16", norm=False)
+    liveness = analyse(graph, rules=GPU)
+    assert defer_filter_gradients(graph, liveness) == liveness
