@@ -30,6 +30,7 @@ from autoshard.planning.xla.axis_assignments import (
     relabel,
 )
 from autoshard.planning.xla.partitioner_rules import Handling, handling
+from autoshard.planning.xla.rewritten_sums import read_by_slices
 from autoshard.program import Program
 
 
@@ -384,7 +385,9 @@ class _Pricer(NodePricer):
         # Some backends sum narrow types in float32.
         reduce_itemsize = 4 if widened != way.dtype else itemsize
         ends = (held[first], way.passed_dims[first], tuple(way.factors), states[first], aim[first_aim])
-        path = self.shared(Path(record.shape, *ends, itemsize, reduce_itemsize, collected))
+        is_tpu, at_result = self.mesh.topology.traits.joins_sums, self.nodes[source].kind == "op"
+        whole_sums = is_tpu and at_result and read_by_slices(self.graph, use.tensor)
+        path = self.shared(Path(record.shape, *ends, itemsize, reduce_itemsize, collected, whole_sums))
         apart = None
         if narrow is not None:
             apart = narrow[first][:, None] if at_source else narrow[first_aim][None, :]

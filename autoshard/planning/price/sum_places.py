@@ -12,8 +12,8 @@ from autoshard.planning.price.device_memory import JOINED
 from autoshard.planning.price.reshard_paths import PathPrices
 from autoshard.planning.space.decision_model import EXPOSED, Channel, Path, Reshard
 from autoshard.planning.space.overlap import Overlap
-from autoshard.planning.xla.added_sums import added_sums
 from autoshard.planning.xla.axis_assignments import PARTIAL, WHOLE, Seconds, States, local_elements
+from autoshard.planning.xla.rewritten_sums import added_sums
 from autoshard.planning.xla.sums_after_loops import sums_after_loops
 
 

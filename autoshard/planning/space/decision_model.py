@@ -279,11 +279,13 @@ class Path:
     """Bytes of an element in sums of partial results."""
     collected: bool = False
     """True if partial results are gathered and combined, not summed."""
+    whole_sums: bool = False
+    """True if a sum whose result is split is an all-reduce and a slice."""
 
     def contents(self) -> tuple[object, ...]:
         """Return a key that is equal for equal paths."""
         states = (self.source_dims, self.passed_dims, self.source, self.target)
-        sizes = (self.shape, self.factors, self.itemsize, self.reduce_itemsize, self.collected)
+        sizes = (self.shape, self.factors, self.itemsize, self.reduce_itemsize, self.collected, self.whole_sums)
         return (*sizes, *((each.shape, each.tobytes()) for each in states))
 
 

@@ -45,7 +45,8 @@ def random_path(rng: np.random.Generator, axes: int) -> Path:
     held = held[rng.integers(0, len(held), len(source))]
     kept = held if rng.random() < 0.5 else np.where(rng.random(held.shape) < 0.3, WHOLE, held)
     item = int(rng.choice([1, 2, 4]))
-    return Path(factors, held, kept, factors, source, target, item, max(item, 4), bool(rng.random() < 0.2))
+    whole = bool(rng.random() < 0.2)
+    return Path(factors, held, kept, factors, source, target, item, max(item, 4), bool(rng.random() < 0.2), whole)
 
 
 @pytest.mark.parametrize(("topology", "sizes"), MESHES)

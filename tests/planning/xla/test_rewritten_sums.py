@@ -1,4 +1,4 @@
-"""Partial sums that are only added to each other and summed over devices once, as predicted and as compiled."""
+"""Sums over devices that XLA joins or leaves whole because of the ops that read them, as predicted and as compiled."""
 
 import importlib.util
 from typing import Any
@@ -12,8 +12,8 @@ from autoshard.exec import compile_plan
 from autoshard.planning import Options, make_plan, read_asked
 from autoshard.planning.price.analysed_program import analyse_program
 from autoshard.planning.space.op_strategies import result_states
-from autoshard.planning.xla.added_sums import added_sums
 from autoshard.planning.xla.axis_assignments import PARTIAL
+from autoshard.planning.xla.rewritten_sums import added_sums, read_by_slices
 from autoshard.program import Program, trace
 
 
@@ -89,3 +89,30 @@ def test_the_gradient_of_a_value_that_two_split_weights_multiply_is_summed_once(
     # One sum of the loss's values forward and one of the gradient backward, each in at most 2 x 7/8 of its bytes.
     assert predicted <= 1.05 * 2 * 2 * 7 / 8 * value
     assert not compilation.unforeseen
+
+
+def test_only_slices_leave_sums_whole() -> None:
+    def sliced(x: Any, y: Any) -> Any:
+        product, other = x.T @ y, y.T @ x
+        return product[:, :-1], product[:, -1:], other[:-1] + other[:-1].sum(), jnp.tanh(other)
+
+    rows = S((ROWS, WIDTH), jnp.bfloat16)
+    graph = analyse_program(trace(sliced, (rows, rows)), "tpu").graph
+    first, second = (op.results[0] for op in graph.ops if op.kind == "dot_general")
+    assert read_by_slices(graph, first) and not read_by_slices(graph, second)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(("columns", "kind"), [(WIDTH - 128, "all-reduce"), (WIDTH, "reduce-scatter")])
+def test_a_sum_that_is_sliced_is_an_all_reduce(columns: int, kind: str) -> None:
+    def product(x: Any, y: Any) -> Any:
+        return 2 * jnp.tanh(x.T @ y)[:, :columns] if columns == WIDTH else 2 * (x.T @ y)[:, :columns]
+
+    rows = S((ROWS, WIDTH), jnp.bfloat16)
+    program = trace(product, (rows, rows))
+    asked = read_asked({"x": "data,-", "y": "data,-", "result": "data,-"})
+    plan = make_plan(program, Options(topology="v5e:2x4", mesh="data=8", asked=asked)).plan
+    assert [each.kind for each in plan.prediction.collectives] == [kind]
+    compilation = compile_plan(program, plan, 300.0, quick=True)
+    assert [each.kind for each in compilation.collectives] == [kind]
+    assert compilation.collectives[0].wire_bytes == pytest.approx(plan.prediction.collectives[0].wire_bytes, rel=0.01)

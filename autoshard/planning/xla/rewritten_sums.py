@@ -1,4 +1,4 @@
-"""Sums over devices that XLA joins because only an addition reads their results."""
+"""Sums over devices that XLA joins because only additions read them, or leaves whole because only slices do."""
 
 from collections.abc import Mapping
 
@@ -35,3 +35,15 @@ def added_sums(graph: OpGraph, structure: Structure) -> Mapping[int, int]:
             last = max(added)
             found |= {each: last for each in added if each != last}
     return {op: last for op, last in found.items() if {op, last} <= set(structure.heavy)}
+
+
+def read_by_slices(graph: OpGraph, tensor: int) -> bool:
+    """Return True if only slices read a tensor.
+
+    The slice of an all-reduce that would make it a reduce-scatter then becomes one with the slices of the program. TPU
+    compilers make a reduce-scatter of an all-reduce and a slice of the shard alone, and so they leave the all-reduce.
+
+    Evidence: docs/compiler_behaviour.md, "Sums that are sliced".
+    """
+    users = graph.users[tensor]
+    return bool(users) and tensor not in graph.returned and all(user.kind == "slice" for user in users)
