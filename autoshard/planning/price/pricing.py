@@ -17,7 +17,14 @@ from autoshard.planning.space.decision_model import EXPOSED, Channel, MemoryTerm
 from autoshard.planning.space.derived_axes import AxisParts, StageAxis
 from autoshard.planning.space.dim_groups import factor_states
 from autoshard.planning.space.op_strategies import result_states
-from autoshard.planning.space.overlap import ALONE, AT_NARROW, Overlap, alone_between_loops, macs_per_element
+from autoshard.planning.space.overlap import (
+    ALONE,
+    AT_NARROW,
+    Overlap,
+    alone_between_loops,
+    ends_of_step,
+    macs_per_element,
+)
 from autoshard.planning.xla.axis_assignments import (
     PARTIAL,
     WHOLE,
@@ -115,6 +122,7 @@ class _Pricer(NodePricer):
         self.shared_credits: dict[tuple[object, ...], Seconds] = {}
         self.sum_places = SumPlaces(self.graph, self.structure, self.collectives, self.path_prices)
         self.alone = alone_between_loops(self.graph, self.structure, self.stored, self.updated)
+        self.first, self.last = ends_of_step(self.graph)
 
     def model(self) -> Model:
         """Build the model: nodes of clusters, then of heavy ops, then of copies, and the reshards. Buffers without a
@@ -443,12 +451,13 @@ class _Pricer(NodePricer):
         """Return how a reshard may be hidden: as one of parameters, of gradients or next to a matmul.
 
         A reshard without an op (-1) is never hidden. Ops without other compute between loops get the weaker form of
-        `ALONE`.
+        `ALONE`, and so do the first gathers and the last sums of a step without loops.
         """
         if op < 0:
             return Overlap.NONE
         overlap = self.overlap_anywhere(source, target, op)
-        return ALONE.get(overlap, overlap) if op in self.alone else overlap
+        at_end = op in (self.first if overlap is Overlap.PARAMETERS else self.last)
+        return ALONE.get(overlap, overlap) if op in self.alone or at_end else overlap
 
     def overlap_anywhere(self, source: int, target: int, op: int) -> Overlap:
         """Return how a reshard may be hidden where other compute is available to overlap with.

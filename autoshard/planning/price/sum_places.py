@@ -44,7 +44,7 @@ class SumPlaces:
         rest = np.ones((len(path.source), len(path.target)), dtype=bool)
         if each.op in self.joined:
             rest &= ~_only_sums(path)
-        for moved, block in self._moved(each) if each.block >= 0 else ():
+        for moved, block in self._moved(each):
             runs = moved & rest
             if runs.any():
                 rest &= ~runs
@@ -69,17 +69,19 @@ class SumPlaces:
         """Yield masks of a reshard's pairs of states whose sums the compiler moves, with the block of these sums.
 
         A sum leaves a loop if it is whole and nothing else is resharded with it (`sums_after_loops`). A compiler that
-        combines collectives runs the small sums of a trip at its end, after the last of their operands. Evidence:
-        docs/compiler_behaviour.md, "Combined sums of a trip".
+        combines collectives runs the small sums of a trip at its end, after the last of their operands, and so it runs
+        those of a step outside of loops. Evidence: docs/compiler_behaviour.md, "Combined sums of a trip".
         """
         path = each.path
         source, target = path.source[:, None, :], path.target[None, :, :]
         summed = source <= PARTIAL
-        if each.block == max((self.after.get(t, -1) for t in self.graph.ops[each.op].results), default=-1):
+        if each.block >= 0 and each.block == max(
+            (self.after.get(t, -1) for t in self.graph.ops[each.op].results), default=-1
+        ):
             alone = summed.any(axis=2) & (np.where(summed, WHOLE, source) == target).all(axis=2)
             passed = (path.source_dims == path.passed_dims).all(axis=1)
             yield alone & passed[:, None], self.graph.loops[each.block].parent
-        if self.traits.separate_collective_buffers and each.overlap != Overlap.NONE:
+        if each.block >= 0 and self.traits.separate_collective_buffers and each.overlap != Overlap.NONE:
             small = local_elements(path.target, path.factors, self.axes) * path.itemsize <= JOINED
             yield summed.any(axis=2) & small[None, :], each.block
 
