@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost import Calibration, Mesh
-from autoshard.graph import FactorKind, Liveness, Op, OpClass, OpGraph, Structure
+from autoshard.graph import FactorKind, Liveness, Op, OpClass, OpGraph, Structure, rounds_rows
 from autoshard.planning.price.node_prices import NodePricer
 from autoshard.planning.price.reshard_paths import PathPrices, PathTables
 from autoshard.planning.price.sum_places import SumPlaces
@@ -390,8 +390,9 @@ class _Pricer(NodePricer):
         first_aim, columns = distinct(np.concatenate([aim, marks], axis=1))
         itemsize = record.itemsize
         widened = self.collectives.widen_dtype(way.dtype)
-        # Some backends sum narrow types in float32.
-        reduce_itemsize = 4 if widened != way.dtype else itemsize
+        # Some backends sum narrow types in float32, and rows are rounded after their sum.
+        in_float32 = widened != way.dtype or (use.op >= 0 and rounds_rows(self.graph, self.graph.ops[use.op]))
+        reduce_itemsize = 4 if in_float32 else itemsize
         ends = (held[first], way.passed_dims[first], tuple(way.factors), states[first], aim[first_aim])
         is_tpu, at_result = self.mesh.topology.traits.joins_sums, self.nodes[source].kind == "op"
         whole_sums = is_tpu and at_result and read_by_slices(self.graph, use.tensor)
