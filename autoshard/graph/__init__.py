@@ -29,6 +29,7 @@ from autoshard.graph.memory.liveness import analyse as analyse
 from autoshard.graph.memory.liveness import defer_filter_gradients as defer_filter_gradients
 from autoshard.graph.memory.liveness import defer_weight_gradients as defer_weight_gradients
 from autoshard.graph.memory.operand_rounding import round_operands as round_operands
+from autoshard.graph.memory.operand_rounding import rounds_rows as rounds_rows
 from autoshard.graph.memory.operand_rounding import source_of as source_of
 from autoshard.graph.memory.row_layouts import LEAST_ROWS as LEAST_ROWS
 from autoshard.graph.memory.softmax import Softmax as Softmax

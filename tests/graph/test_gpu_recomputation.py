@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.graph.programs import graph_of
 
 from autoshard.graph import FusionRules, Liveness, OpGraph, analyse, defer_filter_gradients
+from tests.graph.programs import graph_of
 
 
 GPU = FusionRules(gpu_kernels=True)

@@ -186,7 +186,7 @@ class _Simulator:
         """Move the clock past one instruction of `owner`.
 
         A conditional counts as its slowest branch. A send starts a transfer, for which its recv-done waits. A `-done`
-        waits for its start. Free instructions, `recv`, `send-done` and `-update` take no time.
+        waits for its start. Free instructions, `recv`, `send-done` and most `-update` take no time.
         """
         if op.opcode in FREE and op.opcode != "copy-done":
             return
@@ -210,7 +210,7 @@ class _Simulator:
         elif op.opcode.endswith("-done"):
             clock.end(self.origin(owner, op))
         elif op.opcode.endswith("-update"):
-            return
+            self.handed(clock, owner, op)
         else:
             self.plain(clock, owner, op)
 
@@ -262,6 +262,20 @@ class _Simulator:
                 self.synchronous(clock, collective)
             return
         self.roofline(clock, op, self.reader.work(owner, op))
+
+    def handed(self, clock: Clock, owner: Computation, op: Instruction) -> None:
+        """Start an asynchronous op that has no operands before its update hands them over; other updates do nothing.
+
+        Gathers and relayouts on sparse cores have this form. Every element of the result is read and written once.
+        """
+        start = owner.by_name.get(self.origin(owner, op))
+        if start is None or start.operands or len(op.operands) < 2:
+            return
+        inside = self.module.computations.get((start.attribute("calls") or "").lstrip("%"))
+        given = [owner.by_name[name] for name in op.operands[2:] if name in owner.by_name]
+        shapes = [*(inside.root.shapes * 2 if inside is not None else ()), *(s for each in given for s in each.shapes)]
+        size = sum(shape.padded_bytes for shape in shapes if shape.space == 0)
+        clock.transfer(float(self.compute.memory_seconds(size)), (), _title(op), start.name, "copy")
 
     def copy(self, clock: Clock, op: Instruction) -> None:
         """Start an asynchronous copy of the first result's array between main and on-chip memory.

@@ -151,6 +151,17 @@ def source_of(graph: OpGraph, tensor: int) -> int:
     return maker.operands[0] if maker is not None and maker.number == INSERTED else tensor
 
 
+def rounds_rows(graph: OpGraph, op: Op) -> bool:
+    """Return True if a gather of rows for matmuls rounds them after it reads them.
+
+    The rows are summed over devices in float32 if the rows of the table are split.
+
+    Evidence: docs/compiler_behaviour.md, "Rounding of matmul operands".
+    """
+    table = graph.maker(op.operands[0]) if op.kind == "gather" else None
+    return table is not None and table.number == INSERTED
+
+
 def _convert(graph: OpGraph, op_id: int, tensor: int, result: int, user: Op) -> Op:
     """Build the inserted convert `op_id` of `tensor` to `result`, named after the op `user` that needs it."""
     record: Tensor = graph.tensors[tensor]

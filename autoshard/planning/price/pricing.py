@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost import Calibration, Mesh
-from autoshard.graph import FactorKind, Liveness, Op, OpClass, OpGraph, Structure, is_batched
+from autoshard.graph import FactorKind, Liveness, Op, OpClass, OpGraph, Structure, is_batched, rounds_rows
 from autoshard.planning.price.node_prices import NodePricer
 from autoshard.planning.price.reshard_paths import PathPrices, PathTables
 from autoshard.planning.price.sum_places import SumPlaces
@@ -17,7 +17,14 @@ from autoshard.planning.space.decision_model import EXPOSED, Channel, MemoryTerm
 from autoshard.planning.space.derived_axes import AxisParts, StageAxis
 from autoshard.planning.space.dim_groups import factor_states
 from autoshard.planning.space.op_strategies import result_states
-from autoshard.planning.space.overlap import ALONE, AT_NARROW, Overlap, alone_between_loops, macs_per_element
+from autoshard.planning.space.overlap import (
+    ALONE,
+    AT_NARROW,
+    Overlap,
+    alone_between_loops,
+    ends_of_step,
+    macs_per_element,
+)
 from autoshard.planning.xla.axis_assignments import (
     PARTIAL,
     WHOLE,
@@ -30,6 +37,7 @@ from autoshard.planning.xla.axis_assignments import (
     relabel,
 )
 from autoshard.planning.xla.partitioner_rules import Handling, handling
+from autoshard.planning.xla.rewritten_sums import read_by_slices
 from autoshard.program import Program
 
 
@@ -116,6 +124,7 @@ class _Pricer(NodePricer):
         self.shared_credits: dict[tuple[object, ...], Seconds] = {}
         self.sum_places = SumPlaces(self.graph, self.structure, self.collectives, self.path_prices)
         self.alone = alone_between_loops(self.graph, self.structure, self.stored, self.updated)
+        self.first, self.last = ends_of_step(self.graph)
 
     def model(self) -> Model:
         """Build the model: nodes of clusters, then of heavy ops, then of copies, and the reshards. Buffers without a
@@ -167,6 +176,8 @@ class _Pricer(NodePricer):
                 copies[(tensor, block)] = source = self.add_copy(tensor, block, source, sorted(users))
             for op_id, operand in uses:
                 self.add_heavy_operand(self.graph.ops[op_id], operand, tensor, source, op_node[op_id])
+        for op_id, last in self.sum_places.joined.items():
+            self.add_joined_sum(self.graph.ops[op_id], self.graph.ops[last], op_node)
         for result, argument in self.structure.ties:
             self.add_tie(result, argument, -1, cluster_node)
         for loop in self.graph.loops:
@@ -244,6 +255,30 @@ class _Pricer(NodePricer):
             ValueUse(out, op.id, op.loop, trips),
             ReshardStates(source, source, source, aim, shape, dtype, stacked),
         )
+
+    def add_joined_sum(self, op: Op, last: Op, op_node: dict[int, int]) -> None:
+        """Add the sum of a matmul's result over devices where it does not join that of the matmul `last`.
+
+        It joins if both strategies leave equal states; it then costs nothing. Else it is priced as a whole sum.
+
+        - `op_node`: node of each heavy op.
+        """
+        record, source, target = self.graph.tensors[op.results[0]], op_node[op.id], op_node[last.id]
+        own, other = (result_states(each, self.nodes[op_node[each.id]].states, 0) for each in (op, last))
+        (first, rows), (first_other, columns) = distinct(own), distinct(other)
+        own, other = own[first], other[first_other]
+        widened = self.collectives.widen_dtype(record.dtype)
+        reduce_itemsize = 4 if widened != record.dtype else record.itemsize
+        whole = np.full_like(other, WHOLE)
+        ends = (own, own, record.shape, own, whole)
+        path = self.shared(Path(record.shape, *ends, record.itemsize, reduce_itemsize))
+        each = Reshard(
+            source, target, op.results[0], op.id, op.loop, self.graph.trips(op.loop), Overlap.NONE, rows, columns, {},
+            None, path,
+        )  # fmt: skip
+        each = self.sum_places.apart(each, own, other)
+        if each.costs:
+            self.reshards.append(each)
 
     def add_heavy_operand(self, op: Op, operand: int, tensor: int, source_node: int, node: int) -> None:
         """Add the reshard from a cluster or copy to an operand of a heavy op; an op without a rule wants it whole.
@@ -358,10 +393,13 @@ class _Pricer(NodePricer):
         first_aim, columns = distinct(np.concatenate([aim, marks], axis=1))
         itemsize = record.itemsize
         widened = self.collectives.widen_dtype(way.dtype)
-        # Some backends sum narrow types in float32.
-        reduce_itemsize = 4 if widened != way.dtype else itemsize
+        # Some backends sum narrow types in float32, and rows are rounded after their sum.
+        in_float32 = widened != way.dtype or (use.op >= 0 and rounds_rows(self.graph, self.graph.ops[use.op]))
+        reduce_itemsize = 4 if in_float32 else itemsize
         ends = (held[first], way.passed_dims[first], tuple(way.factors), states[first], aim[first_aim])
-        path = self.shared(Path(record.shape, *ends, itemsize, reduce_itemsize, collected, way.stacked))
+        is_tpu, at_result = self.mesh.topology.traits.joins_sums, self.nodes[source].kind == "op"
+        whole_sums = is_tpu and at_result and read_by_slices(self.graph, use.tensor)
+        path = self.shared(Path(record.shape, *ends, itemsize, reduce_itemsize, collected, way.stacked, whole_sums))
         apart = None
         if narrow is not None:
             apart = narrow[first][:, None] if at_source else narrow[first_aim][None, :]
@@ -417,12 +455,13 @@ class _Pricer(NodePricer):
         """Return how a reshard may be hidden: as one of parameters, of gradients or next to a matmul.
 
         A reshard without an op (-1) is never hidden. Ops without other compute between loops get the weaker form of
-        `ALONE`.
+        `ALONE`, and so do the first gathers and the last sums of a step without loops.
         """
         if op < 0:
             return Overlap.NONE
         overlap = self.overlap_anywhere(source, target, op)
-        return ALONE.get(overlap, overlap) if op in self.alone else overlap
+        at_end = op in (self.first if overlap is Overlap.PARAMETERS else self.last)
+        return ALONE.get(overlap, overlap) if op in self.alone or at_end else overlap
 
     def overlap_anywhere(self, source: int, target: int, op: int) -> Overlap:
         """Return how a reshard may be hidden where other compute is available to overlap with.

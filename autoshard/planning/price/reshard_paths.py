@@ -105,7 +105,7 @@ class PathPrices:
 
     def compiled(self, path: Path, overlap: Overlap) -> dict[str, Seconds]:
         """Return the tables of `seconds` from the compiled kernels, which price each distinct pair of states once."""
-        from autoshard.planning.xla.transition_kernels import Sizes, charge_pairs
+        from autoshard.planning.xla.transition_kernels import AS_SUM, Sizes, charge_pairs
 
         height = _height(path)
         first_row, rows = distinct(np.concatenate([path.source_dims, path.passed_dims, path.source], axis=1))
@@ -125,7 +125,10 @@ class PathPrices:
         links = np.array([bits for bits in self._links.values() if bits >= 0], dtype=np.int64)
         sizes = Sizes(path.itemsize, path.reduce_itemsize, path.collected, is_stack(path.factors, path.stacked))
         shares = np.stack([self._hidden(overlap, kind) for kind in KINDS], axis=1)
-        charge_pairs(self._rules, shares, links, early, ends, sizes, first_row // height, tables, first)
+        rules = self._rules
+        if path.whole_sums:
+            rules = rules._replace(scattering=np.full_like(rules.scattering, AS_SUM))
+        charge_pairs(rules, shares, links, early, ends, sizes, first_row // height, tables, first)
         names, order = list(self._links), np.argsort(first).tolist()
         priced = {names[k]: tables[k] for k in order if first[k] < np.iinfo(np.int64).max}
         priced = self._laid_out(priced, relayouts(path, self.collectives, compiled=True))
@@ -300,7 +303,7 @@ def path_waves(path: Path, collectives: Collectives) -> tuple[list[Wave], list[W
     gathers: list[Wave] = []
     if (path.source_dims != path.passed_dims).any():
         gathers = waves(path.source_dims, path.passed_dims, path.shape, *sizes, collectives)
-    steps = waves(path.source, path.target, path.factors, *sizes, collectives, path.stacked)
+    steps = waves(path.source, path.target, path.factors, *sizes, collectives, path.stacked, path.whole_sums)
     if path.collected:
         steps = [_collected(wave, collectives) for wave in steps]
     return gathers, steps

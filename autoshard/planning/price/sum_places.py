@@ -1,4 +1,4 @@
-"""Places at which compilers run the sums over devices of a loop: in the trip, at its end, or after the loop."""
+"""Places at which compilers run the sums over devices: at the op, at the end of a trip, after the loop, or joined."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -10,20 +10,24 @@ from autoshard.cost import Collectives
 from autoshard.graph import OpGraph, Structure
 from autoshard.planning.price.device_memory import JOINED
 from autoshard.planning.price.reshard_paths import PathPrices
-from autoshard.planning.space.decision_model import EXPOSED, Channel, Reshard
+from autoshard.planning.space.decision_model import EXPOSED, Channel, Path, Reshard
 from autoshard.planning.space.overlap import Overlap
-from autoshard.planning.xla.axis_assignments import PARTIAL, WHOLE, Seconds, local_elements
+from autoshard.planning.xla.axis_assignments import PARTIAL, WHOLE, Seconds, States, local_elements
+from autoshard.planning.xla.rewritten_sums import added_sums
 from autoshard.planning.xla.sums_after_loops import sums_after_loops
 
 
 class SumPlaces:
-    """Division of reshards in loops into parts by the place of their sums."""
+    """Division of reshards into parts by the place of their sums."""
 
     def __init__(self, graph: OpGraph, structure: Structure, collectives: Collectives, prices: PathPrices) -> None:
-        """Find the sums that leave a loop, if the compiler moves any; `prices` are those of the mesh's paths."""
+        """Find the sums that leave a loop or join others, if the compiler moves any; `prices` are those of the mesh's
+        paths.
+        """
         self.graph, self.prices, self.axes = graph, prices, collectives.mesh.sizes
         self.traits = collectives.mesh.topology.traits
         self.after = sums_after_loops(graph, structure) if self.traits.sums_after_loops else {}
+        self.joined = added_sums(graph, structure) if self.traits.adds_before_sums else {}
         self._masked: dict[tuple[object, ...], tuple[Seconds, Seconds]] = {}
         self._exposed: dict[int, tuple[object, dict[str, Seconds]]] = {}
 
@@ -31,13 +35,15 @@ class SumPlaces:
         """Yield a reshard in parts, each with the mask of the pairs of states at which its sums run in one place.
 
         A sum that the compiler moves overlaps with nothing: after a loop, and at the end of a trip, no matmul is left.
-        Other reshards are yielded as they are.
+        A sum that joins the sum of another op runs in no part. Other reshards are yielded as they are.
         """
         path = each.path
-        if each.op < 0 or each.block < 0 or path.collected or not (path.source <= PARTIAL).any():
+        if each.op < 0 or path.collected or not (path.source <= PARTIAL).any():
             yield each
             return
         rest = np.ones((len(path.source), len(path.target)), dtype=bool)
+        if each.op in self.joined:
+            rest &= ~_only_sums(path)
         for moved, block in self._moved(each):
             runs = moved & rest
             if runs.any():
@@ -48,21 +54,34 @@ class SumPlaces:
                 )  # fmt: skip
         yield each if rest.all() else dataclasses.replace(each, costs=self._at_pairs(each.costs, rest), runs=rest)
 
+    def apart(self, each: Reshard, own: States, other: States) -> Reshard:
+        """Return the sums of an op at the strategies at which they do not join those of another op.
+
+        - `each`: reshard without costs, from the op's node to the other op's node.
+        - `own`, `other`: states of both results, as the strategies leave them, one row for each of the path's rows and
+          columns.
+        """
+        runs = (np.maximum(own, PARTIAL)[:, None, :] != np.maximum(other, PARTIAL)[None, :, :]).any(axis=2)
+        runs &= (own <= PARTIAL).any(axis=1)[:, None]
+        return dataclasses.replace(each, costs=self._at_pairs(self._seconds(each, each.block), runs), runs=runs)
+
     def _moved(self, each: Reshard) -> Iterator[tuple[NDArray[np.bool_], int]]:
         """Yield masks of a reshard's pairs of states whose sums the compiler moves, with the block of these sums.
 
         A sum leaves a loop if it is whole and nothing else is resharded with it (`sums_after_loops`). A compiler that
-        combines collectives runs the small sums of a trip at its end, after the last of their operands. Evidence:
-        docs/compiler_behaviour.md, "Combined sums of a trip".
+        combines collectives runs the small sums of a trip at its end, after the last of their operands, and so it runs
+        those of a step outside of loops. Evidence: docs/compiler_behaviour.md, "Combined sums of a trip".
         """
         path = each.path
         source, target = path.source[:, None, :], path.target[None, :, :]
         summed = source <= PARTIAL
-        if each.block == max((self.after.get(t, -1) for t in self.graph.ops[each.op].results), default=-1):
+        if each.block >= 0 and each.block == max(
+            (self.after.get(t, -1) for t in self.graph.ops[each.op].results), default=-1
+        ):
             alone = summed.any(axis=2) & (np.where(summed, WHOLE, source) == target).all(axis=2)
             passed = (path.source_dims == path.passed_dims).all(axis=1)
             yield alone & passed[:, None], self.graph.loops[each.block].parent
-        if self.traits.separate_collective_buffers and each.overlap != Overlap.NONE:
+        if each.block >= 0 and self.traits.separate_collective_buffers and each.overlap != Overlap.NONE:
             small = local_elements(path.target, path.factors, self.axes) * path.itemsize <= JOINED
             yield summed.any(axis=2) & small[None, :], each.block
 
@@ -84,3 +103,11 @@ class SumPlaces:
                 self._masked[key] = table, np.where(runs, table, 0.0)
             masked[channel] = self._masked[key][1]
         return masked
+
+
+def _only_sums(path: Path) -> NDArray[np.bool_]:
+    """Return a mask of the pairs of states between which partial results are summed, and slices are cut of them."""
+    source, target = path.source[:, None, :], path.target[None, :, :]
+    summed = source <= PARTIAL
+    unmoved = (summed | (source == WHOLE) | (source == target)).all(axis=2)
+    return summed.any(axis=2) & unmoved & (path.source_dims == path.passed_dims).all(axis=1)[:, None]

@@ -296,12 +296,15 @@ class Path:
     """True if partial results are gathered and combined, not summed."""
     stacked: bool = False
     """True if partial results are matrices in a stack whose dims keep their order, as filters of a convolution are."""
+    whole_sums: bool = False
+    """True if a sum whose result is split is an all-reduce and a slice."""
 
     def contents(self) -> tuple[object, ...]:
         """Return a key that is equal for equal paths."""
         states = (self.source_dims, self.passed_dims, self.source, self.target)
-        sizes = (self.shape, self.factors, self.itemsize, self.reduce_itemsize, self.collected, self.stacked)
-        return (*sizes, *((each.shape, each.tobytes()) for each in states))
+        sizes = (self.shape, self.factors, self.itemsize, self.reduce_itemsize)
+        marks = (self.collected, self.stacked, self.whole_sums)
+        return (*sizes, *marks, *((each.shape, each.tobytes()) for each in states))
 
 
 class Decisions(Protocol):

@@ -113,8 +113,9 @@ def _row_bytes(work: OpWork, table: int, rows: int) -> Seconds:
 
     A table that is on the chip has no bursts, and its bytes count as `Residency.streamed` says. TPU compilers bring a
     table there if it fits, with rows padded to whole registers, and if its rows are more bytes. Seen on v5e for experts
-    by capacity and for segment sums: tables of 16 and 64 MiB, but none of 128. The result is 0 for an op without a
-    rule.
+    by capacity and for segment sums: tables of 16 and 64 MiB, but none of 128. If several cores are one device, tables
+    stay in main memory, which alone the cores share: 8 and 32 MiB on v5p, 32 MiB on v4. The result is 0 for an op
+    without a rule.
 
     - `table`: tensor that contains the rows.
     - `rows`: operand or result of a gather or scatter with one place for each row that is read or written.
@@ -128,6 +129,9 @@ def _row_bytes(work: OpWork, table: int, rows: int) -> Seconds:
     local = local_elements(factor_states(states, dims[rows]), record.shape, axes) * record.itemsize
     whole = local_elements(factor_states(states, dims[table]), held.shape, axes) * held.itemsize
     residency, burst = work.residency, work.compute.burst_bytes
+    chip = work.compute.topology.chip
+    if chip.cores_per_chip > chip.devices_per_chip:
+        return local * np.ceil(row / burst) * burst / np.maximum(row, 1.0)
     near = residency.streamed(table, whole) / np.maximum(whole, 1.0)
     if residency.ratio:
         register = LANES * record.itemsize

@@ -154,6 +154,20 @@ def lanes(
     return shares
 
 
+def ends_of_step(graph: OpGraph) -> tuple[range, range]:
+    """Return the ops up to the first matmul of a step without loops of matmuls, and those from the last matmul on.
+
+    No work precedes what the first ones gather, and only updates follow what the last ones sum. Both ranges are empty
+    for a step with loops: `alone_between_loops` has the ops around them.
+
+    Evidence: docs/compiler_behaviour.md, "Collectives at the ends of a step".
+    """
+    work = [op for op in graph.ops if op.flops]
+    if not work or any(op.loop >= 0 for op in work):
+        return range(0), range(0)
+    return range(work[0].id + 1), range(work[-1].id, len(graph.ops))
+
+
 def alone_between_loops(graph: OpGraph, structure: Structure, read: Set[int], written: Set[int]) -> frozenset[int]:
     """Return the ids of ops that stand alone between loops of matmuls, without other weights' work to overlap with.
 

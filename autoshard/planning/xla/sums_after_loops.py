@@ -38,7 +38,7 @@ def _addition(graph: OpGraph, carry: Carry) -> Op | None:
     """Return the addition that alone updates a carried value; None if the loop uses the value otherwise."""
     tensor, added = carry.body, None
     while tensor != carry.update:
-        user = _only_user(graph, tensor)
+        user = only_user(graph, tensor)
         if user is None or len(user.results) != 1:
             return None
         if user.kind == "add" and added is None:
@@ -55,14 +55,14 @@ def _summed(graph: OpGraph, carry: Carry, added: Op) -> Iterator[int]:
     while own not in added.operands:
         (own,) = graph.users[own][0].results
     tensor = next((each for each in added.operands if each != own), None)
-    while tensor is not None and _only_user(graph, tensor) is not None:
+    while tensor is not None and only_user(graph, tensor) is not None:
         yield tensor
         maker = graph.maker(tensor)
         again = maker is not None and (maker.kind in _RELAID or _reduces_nothing(graph, maker))
         tensor = maker.operands[0] if maker is not None and again and maker.loop == added.loop else None
 
 
-def _only_user(graph: OpGraph, tensor: int) -> Op | None:
+def only_user(graph: OpGraph, tensor: int) -> Op | None:
     """Return the op that alone reads a tensor; None for several and none, and for a tensor that leaves its block."""
     users = graph.users[tensor]
     return users[0] if len(users) == 1 and tensor not in graph.returned else None

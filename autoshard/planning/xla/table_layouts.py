@@ -161,7 +161,8 @@ def _row_padding(graph: OpGraph, op: Op, states: States, axes: Sequence[int], co
     """Return the bytes that padding adds to a scatter's rows, [states].
 
     Rows that the program computes are written padded. Rows that are an argument, or a view or transposition of another
-    value, are copied, so their own bytes are added too.
+    value, are copied, so their own bytes are added too. A product of which nothing is summed is computed in the order
+    of its transposition, so that it is written padded at once.
 
     - `columns`: local size of the last dim of a row.
     """
@@ -169,9 +170,26 @@ def _row_padding(graph: OpGraph, op: Op, states: States, axes: Sequence[int], co
     elements = math.prod(local_dims(graph, op, 2, states, axes), start=np.ones(len(states)))
     maker = graph.maker(op.operands[2])
     moved = maker is None or maker.op_class is OpClass.VIEW or maker.kind == "transpose"
-    copied = 0.0 if moved else elements
+    copied = 0.0 if moved and not _is_product(graph, op.operands[2]) else elements
     filled = elements / np.maximum(columns, 1.0) * (np.ceil(columns / LANES) * LANES)
     return np.where(columns % LANES > 0, (filled - copied) * record.itemsize, 0.0)
+
+
+def _is_product(graph: OpGraph, tensor: int) -> bool:
+    """Return True if a value is the transposition of an outer product that only this transposition reads.
+
+    An example are the gradients of rows that a mixture weighs and adds up (v5e, v6e and v5p).
+    """
+    maker = graph.maker(tensor)
+    if maker is None or maker.kind != "transpose":
+        return False
+    product = graph.maker(maker.operands[0])
+    if product is None or product.kind != "dot_general" or product.rule is None:
+        return False
+    kept = {factor for dim in product.rule.results[0] for factor in dim}
+    return len(graph.users[product.results[0]]) == 1 and all(
+        factor in kept for dims in product.rule.operands[:2] for dim in dims for factor in dim
+    )
 
 
 def _updated(

@@ -479,3 +479,26 @@ def test_what_comes_from_the_host_and_goes_there_shares_its_link():
 )
 def test_dtypes_have_the_bits_of_their_names(dtype: str, bits: int):
     assert Shape(dtype, (64,)).bytes == 64 * bits // 8
+
+
+def test_a_sparse_core_begins_with_the_operands_that_an_update_hands_over():
+    """Time a gather on a sparse core from its update on: indices are read, and rows are read and written."""
+    rows, ids, state = f"bf16[65536,128]{T}", "s32[65536]{0:T(1024)}", "((), (), (s32[8]{0:S(12)}))"
+    held = f"(({BIG}, {ids}), {rows}, (s32[8]{{0:S(12)}}))"
+    before = (
+        f"%offloaded (t: {BIG}, i: {ids}) -> {rows} {{\n  %t = {BIG} parameter(0)\n  %i = {ids} parameter(1)\n"
+        f'  ROOT %r = {rows} custom-call(%t, %i), custom_call_target="x"\n}}, execution_thread="sparsecore"\n'
+    )
+
+    def gather(between: str) -> str:
+        return module(
+            f"  %s = {state} async-start(), calls=%offloaded\n  %u = {held} async-update(%s, %p, %i)\n{between}"
+            f"  ROOT %d = {rows} async-done(%u)",
+            before,
+            f"  %p = {BIG} parameter(0)\n  %q = {BIG} parameter(1)\n  %i = {ids} parameter(2)\n",
+        )
+
+    seconds = float(COMPUTE.memory_seconds(2 * 65536 * 128 * 2 + 65536 * 4))
+    alone, beside = estimate(gather(""), MESH), estimate(gather(matmul("m")), MESH)
+    assert alone.step_time_s == alone.copy_s == pytest.approx(seconds)
+    assert beside.step_time_s == pytest.approx(max(seconds, ONE))

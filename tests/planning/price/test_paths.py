@@ -45,9 +45,8 @@ def random_path(rng: np.random.Generator, axes: int) -> Path:
     held = held[rng.integers(0, len(held), len(source))]
     kept = held if rng.random() < 0.5 else np.where(rng.random(held.shape) < 0.3, WHOLE, held)
     item = int(rng.choice([1, 2, 4]))
-    return Path(
-        factors, held, kept, factors, source, target, item, max(item, 4), *(bool(rng.random() < 0.2) for _ in range(2))
-    )
+    marks = (bool(rng.random() < 0.2) for _ in range(3))
+    return Path(factors, held, kept, factors, source, target, item, max(item, 4), *marks)
 
 
 @pytest.mark.parametrize(("topology", "sizes"), MESHES)

@@ -36,10 +36,22 @@ def test_donated_state_is_written_over_and_other_state_is_not() -> None:
 
 
 def test_what_goes_into_an_update_is_a_gradient() -> None:
-    """Recognise gradients in a step without moments as well: their sum may overlap, and is stored as a gradient."""
-    model = programs.model_of(trace(step, (f32(1024, 1024), f32(8, 1024)), name="update"), "v5e:2x2", "data=4")
-    made = {reshard.overlap for reshard in model.reshards if model.nodes[reshard.source].kind == "op"}
+    """Recognise gradients in a step without moments as well: their sum may overlap, and is stored as a gradient.
+
+    Nothing is left to overlap with the last sum.
+    """
+
+    def two(state: Any, x: Any, y: Any) -> Any:
+        return (step(state[0], x)[0], step(state[1], y)[0]), x.sum()
+
+    given = ((f32(1024, 1024), f32(1024, 1024)), f32(8, 1024), f32(8, 1024))
+    model = programs.model_of(trace(two, given, name="update"), "v5e:2x2", "data=4")
+    sums = [reshard for reshard in model.reshards if model.nodes[reshard.source].kind == "op"]
+    assert {model.graph.ops[reshard.op].kind for reshard in sums} == {"dot_general"}
+    last = max(reshard.op for reshard in sums)
+    made = {reshard.overlap for reshard in sums if reshard.op < last}
     assert made and made <= {Overlap.GRADIENTS, Overlap.GRADIENTS_AT_MATMUL}
+    assert {reshard.overlap for reshard in sums if reshard.op == last} <= {Overlap.NETWORK, Overlap.NETWORK_AT_MATMUL}
     kinds = {term.kind for node in model.nodes for term in node.memory}
     assert "gradients" in kinds
 

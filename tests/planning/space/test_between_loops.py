@@ -14,6 +14,7 @@ from autoshard.program import trace
 
 
 WIDTH, LAYERS, VOCABULARY = 256, 4, 1024
+READERS = ("dot_general", "gather", "scatter")
 
 
 def scanned(x: Any, weights: Any) -> Any:
@@ -30,6 +31,10 @@ def two_beside_it(params: Any, x: Any) -> Any:
 
 def no_loop(params: Any, x: Any) -> Any:
     return (jnp.tanh(x @ params["last"]) @ params["head"]).sum()
+
+
+def table_first(params: Any, x: Any) -> Any:
+    return (jnp.tanh(params["last"][x[:, 0].astype(jnp.int32)]) @ params["head"]).sum()
 
 
 def overlaps(loss: Callable[[Any, Any], Any]) -> dict[str, set[Overlap]]:
@@ -51,7 +56,7 @@ def overlaps(loss: Callable[[Any, Any], Any]) -> dict[str, set[Overlap]]:
         (tensor,) = (t for given, t in names.items() if name in given)
         node = model.cluster_node[model.structure.cluster_of[tensor]]
         moves = [each for each in model.reshards if node in (each.source, each.target) and each.op >= 0]
-        kinds[name] = {Overlap(m.overlap) for m in moves if model.graph.ops[m.op].kind == "dot_general"}
+        kinds[name] = {Overlap(m.overlap) for m in moves if model.graph.ops[m.op].kind in READERS}
     return kinds
 
 
@@ -67,3 +72,11 @@ def test_layers_in_a_loop_hide_theirs() -> None:
     kinds = overlaps(head_alone)["layers"]
     assert Overlap.PARAMETERS in kinds
     assert not kinds & {Overlap.NETWORK, Overlap.NETWORK_AT_MATMUL}
+
+
+def test_the_first_weight_of_a_step_and_its_gradient_overlap_with_nothing() -> None:
+    for loss in (no_loop, table_first):
+        kinds = overlaps(loss)
+        assert not kinds["last"] & {Overlap.PARAMETERS, Overlap.GRADIENTS, Overlap.GRADIENTS_AT_MATMUL}, loss
+    kinds = overlaps(no_loop)["head"]
+    assert Overlap.PARAMETERS in kinds and Overlap.NETWORK not in kinds

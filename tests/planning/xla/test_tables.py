@@ -10,6 +10,8 @@ import optax
 import pytest
 
 from autoshard.cost import Topology, make_mesh
+from autoshard.exec import compile_plan
+from autoshard.planning import Options, make_plan, read_asked
 from autoshard.planning.price.analysed_program import analyse_program, build_model
 from autoshard.planning.price.evaluate import memory_events
 from autoshard.planning.xla.axis_assignments import WHOLE
@@ -174,3 +176,39 @@ def test_rows_of_an_argument_are_copied_and_those_that_the_program_makes_are_pad
     columns = int(np.flatnonzero(node.states[:, 0] == op.rule.operands[0][1][0])[0])
     expected = [512 * width * 4, edges * (width - (16 if made else 0)) * 4]
     assert [int(held.usage[columns]) for held in node.memory] == expected
+
+
+@pytest.mark.heavy
+def test_rows_of_a_split_table_are_summed_in_float32_and_whole_ones_are_rounded() -> None:
+    """Rows that matmuls read are rounded where they are read; partial rows are summed first, as the compiler does."""
+
+    def found(table: Any, ids: Any, w: Any) -> Any:
+        return table[ids] @ w
+
+    given = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (((ROWS, 128), "float32"), ((BATCH,), "int32"))]
+    program = trace(found, (*given, jax.ShapeDtypeStruct((128, 128), "float32")))
+    asked = read_asked({"table": "data,-", "ids": "-", "w": "-,-", "result": "data,-"})
+    plan = make_plan(program, Options(topology="v5e:2x4", mesh="data=8", asked=asked)).plan
+    (summed,) = plan.prediction.collectives
+    assert summed.wire_bytes == pytest.approx(7 / 8 * BATCH * 128 * 4)
+    (compiled,) = compile_plan(program, plan, 300.0, quick=True).collectives
+    assert (compiled.kind, compiled.wire_bytes) == (summed.kind, pytest.approx(summed.wire_bytes))
+
+
+def test_gradients_of_weighed_rows_are_written_in_padded_rows_at_once() -> None:
+    """Count the padding alone of rows that an outer product computes and a transposition only reorders."""
+
+    def added(x: Any, gates: Any, ids: Any) -> Any:
+        rows = jax.grad(lambda back: jnp.square(jnp.einsum("ned,ne->nd", back, gates)).sum())
+        return jnp.zeros((ROWS, WIDTH), "float32").at[ids].add(rows(x))
+
+    rows = jax.ShapeDtypeStruct((BATCH, 8, WIDTH), "float32")
+    ids = jax.ShapeDtypeStruct((BATCH, 8), "int32")
+    program = trace(added, (rows, jax.ShapeDtypeStruct(ids.shape, "float32"), ids))
+    graph = analyse_program(program, "tpu").graph
+    op = next(op for op in graph.ops if op.kind == "scatter")
+    assert graph.ops[graph.tensors[op.operands[2]].producer].kind == "transpose"
+    made = table_copies(graph, op, np.full((1, 1), WHOLE), [1], Topology.parse("v5e:2x2"))
+    assert made is not None
+    # Rows of 64 columns fill 128 lanes.
+    assert [int(size[0]) for _, _, size in made.held][1] == BATCH * 8 * (128 - WIDTH) * 4

@@ -1,0 +1,49 @@
+"""Sums over devices that XLA joins because only additions read them, or leaves whole because only slices do."""
+
+from collections.abc import Mapping
+
+from autoshard.graph import OpGraph, Structure
+from autoshard.planning.xla.sums_after_loops import only_user
+
+
+def added_sums(graph: OpGraph, structure: Structure) -> Mapping[int, int]:
+    """Return by matmul the last matmul of the same addition, whose sum over devices stands for the sums of all.
+
+    XLA adds the partial results and then sums once (`AllReduceReassociate`, `ReduceScatterReassociate`). An example is
+    the gradient of a value that several weights multiply. Only additions may read the results, and all of them have
+    one spec. The last matmul itself is left out.
+
+    Evidence: docs/compiler_behaviour.md, "Sums that are added".
+    """
+    leaves: dict[int, tuple[int, ...]] = {}
+    found: dict[int, int] = {}
+    for op in graph.ops:
+        if op.kind != "add" or len(op.operands) != 2:
+            continue
+        added: list[int] = []
+        for tensor in op.operands:
+            maker, user = graph.maker(tensor), only_user(graph, tensor)
+            alike = structure.cluster_of[tensor] == structure.cluster_of[op.results[0]] >= 0
+            if maker is None or user is None or maker.loop != op.loop or not alike:
+                break
+            parts = (maker.id,) if maker.kind == "dot_general" else leaves.get(maker.id, ())
+            if not parts:
+                break
+            added += parts
+        else:
+            leaves[op.id] = tuple(added)
+            last = max(added)
+            found |= {each: last for each in added if each != last}
+    return {op: last for op, last in found.items() if {op, last} <= set(structure.heavy)}
+
+
+def read_by_slices(graph: OpGraph, tensor: int) -> bool:
+    """Return True if only slices read a tensor.
+
+    The slice of an all-reduce that would make it a reduce-scatter then becomes one with the slices of the program. TPU
+    compilers make a reduce-scatter of an all-reduce and a slice of the shard alone, and so they leave the all-reduce.
+
+    Evidence: docs/compiler_behaviour.md, "Sums that are sliced".
+    """
+    users = graph.users[tensor]
+    return bool(users) and tensor not in graph.returned and all(user.kind == "slice" for user in users)
