@@ -381,8 +381,11 @@ def decompose(
 
     Axes fill a dim's factors from the major factor on. An axis fits a factor only if it divides the factor's local
     size. A later factor is split only once the earlier factors have local size 1. An axis that does not fit is dropped.
-    Except for a factor in `looped`: an axis that it divides is cut in two, one part for it and one for the next factor.
-    All of such an axis leaves the factor in one exchange, so the whole axis counts as splitting it. The result is the states over factors, and the given states without the dropped axes.
+
+    An axis may exceed a factor in `looped` that divides it. The rest of the axis then splits the next factor. All of
+    the axis leaves the factor in one exchange, so the whole axis counts as splitting it.
+
+    The result is the states over factors, and the given states without the dropped axes.
 
     - `states`: dim that each mesh axis splits, [states, axes].
     - `dims`: factors of each dim.
