@@ -93,12 +93,11 @@ class NodePricer:
         states = self.clusters_of(t for t, role in roles.items() if role is Role.OPTIMIZER_STATE)
         updates = {structure.cluster_of[result] for result, argument in structure.ties if argument in roles}
         self.updated = states | updates
-        large = (
-            t for t, role in roles.items() if role is Role.BATCH and graph.tensors[t].bytes > LARGE_SHARE * memory_limit
-        )
-        self.fed = frozenset(large if self.stored else ())
-        """Batch arguments that every step loads, large enough for copies to matter. Arrays of a program without
-        weights may be on the devices already."""
+        least_fed = LARGE_SHARE * memory_limit
+        large = [t for t, role in roles.items() if role is Role.BATCH and graph.tensors[t].bytes > least_fed]
+        # Arrays of a program without weights may be on the devices already, and devices of one machine need no copies.
+        is_fed = self.stored and not mesh.topology.traits.shares_machine
+        self.fed = frozenset(large if is_fed else ())
         even = set(graph.arguments) | set(graph.results)
         self.even = self.clusters_of(even)
         self.demands: dict[int, list[Demand]] = defaultdict(list)
