@@ -40,8 +40,9 @@ def streams(each: ExtraTraffic, graph: OpGraph, compute: Compute) -> float:
 
 
 LARGE_SHARE = 0.005
-"""Share of the memory limit above which a batch argument has a price of feeding, and a gathered tensor gets a copy
-node with its own memory.
+"""Share of the memory limit above which a tensor is large.
+
+Copies of a large batch argument cost the host's time, and a large gathered tensor gets a copy node with its own memory.
 """
 
 _STORED = {Role.PARAMETER: "parameters", Role.FROZEN: "parameters", Role.OPTIMIZER_STATE: "optimizer_state"}

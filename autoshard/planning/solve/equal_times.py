@@ -25,14 +25,14 @@ def with_least_memory(model: Model, choices: NDArray[np.int64], allowed: Allowed
     - `choices`: alternative of every node; left as it is.
     - `allowed`: masks of the alternatives that may be chosen, by node.
     """
-    search = _Search(model, choices.copy(), allowed or {})
+    search = _Leaner(model, choices.copy(), allowed or {})
     for _ in range(ROUNDS):
         if not any([search.improve(node) for node in search.holders]):
             break
     return search.choices
 
 
-class _Search:
+class _Leaner:
     """Choices under improvement, with the reshards of each node."""
 
     def __init__(self, model: Model, choices: NDArray[np.int64], allowed: Allowed) -> None:
@@ -94,23 +94,23 @@ class _Search:
                 following[reshard.target] = free[same.argmax(axis=1)]
         return following
 
-    def _no_later(self, moves: Mapping[int, NDArray[np.int64]]) -> NDArray[np.bool_]:
-        """Return a mask of the moves that take at most as long in every channel; forbidden pairs are not among them.
+    def _no_later(self, changes: Mapping[int, NDArray[np.int64]]) -> NDArray[np.bool_]:
+        """Return a mask of the changes that take at most as long in every channel; forbidden pairs are not among them.
 
-        `moves` has for each node that changes its alternatives, one for each move.
+        `changes` has for each node that changes its alternatives, one for each change.
         """
-        count = len(next(iter(moves.values())))
+        count = len(next(iter(changes.values())))
         later: dict[Channel, NDArray[np.float64]] = defaultdict(lambda: np.zeros(count))
         fine = np.ones(count, dtype=bool)
         seen: set[int] = set()
-        for number, alternatives in moves.items():
+        for number, alternatives in changes.items():
             for channel, seconds in self.model.nodes[number].time.items():
                 later[channel] += seconds[alternatives] - seconds[self.choices[number]]
             for reshard in self.reshards[number]:
                 if id(reshard) in seen:
                     continue
                 seen.add(id(reshard))
-                rows, columns = self._ends(reshard, moves, count)
+                rows, columns = self._ends(reshard, changes, count)
                 row, column = reshard.rows[self.choices[reshard.source]], reshard.columns[self.choices[reshard.target]]
                 if reshard.forbidden is not None:
                     fine &= ~reshard.forbidden[rows, columns]
@@ -121,9 +121,9 @@ class _Search:
         return fine
 
     def _ends(
-        self, reshard: Reshard, moves: Mapping[int, Sequence[int] | NDArray[np.int64]], count: int
+        self, reshard: Reshard, changes: Mapping[int, Sequence[int] | NDArray[np.int64]], count: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the rows and columns of a reshard's tables for each of `count` moves."""
-        sources = moves.get(reshard.source, np.full(count, self.choices[reshard.source]))
-        targets = moves.get(reshard.target, np.full(count, self.choices[reshard.target]))
+        """Return the rows and columns of a reshard's tables for each of `count` changes."""
+        sources = changes.get(reshard.source, np.full(count, self.choices[reshard.source]))
+        targets = changes.get(reshard.target, np.full(count, self.choices[reshard.target]))
         return reshard.rows[sources], reshard.columns[targets]

@@ -25,10 +25,9 @@ Evidence = Sequence[Role | None] | Callable[[dict[int, int]], Sequence[Role | No
 @collecting_seldom()
 def trace(
     fn: Callable[..., Any],
-    args: Sequence[Any],
+    args: Sequence[Any] | Mapping[str, Any],
     *,
     name: str | None = None,
-    kwargs: Mapping[str, Any] | None = None,
     donate_argnums: int | Sequence[int] | None = None,
     roles: role_rules.Roles | None = None,
     training: bool | None = None,
@@ -46,11 +45,9 @@ def trace(
     A leaf is named by its path (`params.layers.w`). State that the function returns updated is tied to its result,
     which has the argument's name. Other results are named `result` and their path.
 
-    - `args`: pytrees of arrays or `jax.ShapeDtypeStruct`, one per positional argument. Nothing is allocated for the
-      latter.
+    - `args`: pytrees of arrays or `jax.ShapeDtypeStruct`, one per positional argument, or all of them by name.
+      Nothing is allocated for the latter type. Arguments that a `jax.jit` function declares as static keep their values.
     - `name`: name of the program; None for that of `fn`.
-    - `kwargs`: pytrees by keyword, which follow `args` if they have no position. Arguments that a `jax.jit` function
-      declares as static keep their values.
     - `donate_argnums`: positions of the arguments whose memory the results may reuse; None for those of a `jax.jit`
       function.
     - `roles`: a mapping from name prefixes to roles, or a callable from a name to a role or None. It overrides the
@@ -74,10 +71,10 @@ def trace(
 
     if not callable(fn):
         raise UserError(f"trace: the program must be a callable, got {type(fn).__name__}.")
-    if not isinstance(args, (tuple, list)):
+    if not isinstance(args, (tuple, list, Mapping)):
         raise UserError(f"trace: `args` must be a tuple of the positional arguments, got {type(args).__name__}.")
     label = name or getattr(fn, "__name__", type(fn).__name__)
-    call = by_position(fn, args, kwargs)
+    call = by_position(fn, (), args) if isinstance(args, Mapping) else by_position(fn, args)
     fn, args, donated_by_jit = call.fn, call.args, call.donated or ()
     donate_argnums = donated_by_jit if donate_argnums is None else donate_argnums
     donate = argument_names.positions_of("donate_argnums", donate_argnums, len(args), label)

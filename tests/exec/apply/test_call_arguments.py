@@ -26,8 +26,8 @@ def values() -> tuple[Any, Any]:
     return {"w": jax.random.normal(jax.random.key(0), (16, 16))}, jax.random.normal(jax.random.key(1), (8, 16))
 
 
-def planned(fn: Any, args: Any, kwargs: Any = None) -> tuple[autoshard.Plan, autoshard.Program]:
-    program = autoshard.trace(fn, args, kwargs=kwargs)
+def planned(fn: Any, args: Any) -> tuple[autoshard.Plan, autoshard.Program]:
+    program = autoshard.trace(fn, args)
     return autoshard.plan(program, topology="cpu:8", mesh="data=8"), program
 
 
@@ -39,7 +39,7 @@ def same(got: Any, want: Any) -> None:
 def test_static_arguments_are_those_of_jit() -> None:
     fn = jax.jit(step, static_argnums=(2,), static_argnames=("kind",))
     params, x = values()
-    plan, program = planned(fn, (params, x, 2), {"kind": "tanh"})
+    plan, program = planned(fn, {"params": params, "x": x, "depth": 2, "kind": "tanh"})
     assert list(plan.arguments) == ["params.w", "x"]
     want = fn(params, x, 2, kind="tanh")
     run = plan.jit(fn)
@@ -90,7 +90,7 @@ def test_a_partial_function_shifts_static_positions() -> None:
 
 def test_arguments_that_have_names_alone_follow_the_others() -> None:
     params, x = values()
-    plan, program = planned(by_name, (params,), {"x": x, "y": 2 * x})
+    plan, program = planned(by_name, {"y": 2 * x, "x": x, "params": params})
     assert list(plan.arguments) == ["params.w", "x", "y"]
     want = by_name(params, x=x, y=2 * x)
     same(plan.jit(by_name)(params, x=x, y=2 * x), want)
@@ -130,5 +130,5 @@ def test_a_static_value_without_a_hash_is_refused() -> None:
 def test_names_that_a_function_lacks_are_refused() -> None:
     params, x = values()
     with pytest.raises(UserError, match="`by_name` cannot be called so: .*'z'"):
-        autoshard.trace(by_name, (params,), kwargs={"x": x, "y": x, "z": x})
+        autoshard.trace(by_name, {"params": params, "x": x, "y": x, "z": x})
     assert jnp.isfinite(by_name(params, x=x, y=x)[1])
