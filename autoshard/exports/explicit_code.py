@@ -2,7 +2,17 @@
 
 from autoshard.errors import UserError
 from autoshard.exports.explicit_values import Hint, advice, explicit_hints
-from autoshard.exports.export_text import comment, head, order_text, partition, table, unpinned
+from autoshard.exports.export_text import (
+    ON_SHARDS,
+    batch_axes,
+    comment,
+    convolves,
+    head,
+    order_text,
+    partition,
+    table,
+    unpinned,
+)
 from autoshard.exports.form_writers import writes
 from autoshard.planning import Plan, Spec
 from autoshard.program import SUFFIXES, Program
@@ -52,14 +62,14 @@ def hint(place, value):
     spec = at(place)
     return value if spec is None else jax.sharding.reshard(value, spec)
 
-
+{on_shards}
 def jit(fn, args, mesh=None, **options):
     """`jax.jit` of a step that is written in explicit mode; its results are brought to the plan's specs.
 
     `args` are its arguments as they were planned, or their shapes. The function that is returned puts its own.
     """
     mesh = make_mesh() if mesh is None else mesh
-    leaves, tree = jax.tree.flatten(tuple(args))
+{given}    leaves, tree = jax.tree.flatten(tuple(args))
     given = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         for leaf, sharding in zip(leaves, shardings(ARGUMENTS, mesh).values(), strict=True)
@@ -79,7 +89,7 @@ def jit_unchanged(fn, args, mesh=None, **options):
     """The same for a step as it was planned: explicit types without, XLA's propagation within."""
     mesh = make_mesh() if mesh is None else mesh
     outs = jax.tree.structure(jax.eval_shape(fn, *args))
-    within = jax.sharding.auto_axes(fn, out_sharding=outs.unflatten(shardings(RESULTS, mesh).values()))
+    within = jax.sharding.auto_axes({step}, out_sharding=outs.unflatten(shardings(RESULTS, mesh).values()))
     return jit(within, args, mesh, **options)
 
 
@@ -87,6 +97,11 @@ def jit_unchanged(fn, args, mesh=None, **options):
 {results}
 {hints}'''
 """Template of the exported code."""
+
+_RUN = """            explicit = jax.sharding.get_abstract_mesh().explicit_axes
+            values = map(jax.sharding.reshard, values, ins) if explicit else values
+            result = jax.shard_map(own, in_specs=ins, out_specs=outs, check_vma=False)(*values)
+            return jax.sharding.reshard(result, eqn.outvars[0].aval.sharding.spec) if explicit else result"""
 
 
 def check_explicit(plan: Plan, program: Program | None) -> None:
@@ -138,9 +153,18 @@ def explicit_text(plan: Plan, sentence: str, program: Program | None = None) -> 
                 f"the specs of {len(unknown)} values for which explicit mode asks, since they are not known or "
                 f"uneven: {places}."
             )
-    pinned = unpinned(plan, instead="types decide, or XLA's propagation in `jit_unchanged`, but for those in HINTS")
+    instead = "types decide, or XLA's propagation in `jit_unchanged`, but for those in HINTS"
+    pinned = unpinned(plan, instead, on_shards=True)
+    on_shards, step, given, batch = "", "fn", "", ""
+    if convolves(plan):
+        on_shards, step = ON_SHARDS.format(parameters="fn", run=_RUN), "on_shards(fn)"
+        given = f"    fn = {step}\n"
+        batch = f"\nBATCH = {batch_axes(plan)!r}"
     return head(plan, (*pinned, *lacks), sentence) + _EXPLICIT.format(
-        mesh=f"MESH = {plan.mesh!r}",
+        mesh=f"MESH = {plan.mesh!r}{batch}",
+        on_shards=on_shards,
+        step=step,
+        given=given,
         order=f"DEVICE_ORDER = {order_text(plan)}",
         arguments=table("ARGUMENTS", {name: partition(spec) for name, spec in plan.arguments.items()}),
         results=table("RESULTS", {name: partition(spec) for name, spec in plan.results.items()}),

@@ -19,6 +19,64 @@ MAKE_MESH = '''def make_mesh(devices=None):
 '''
 """Code of a function that makes a JAX mesh of `MESH` and `DEVICE_ORDER`."""
 
+ON_SHARDS = '''
+
+def on_shards({parameters}):
+    """`fn`, whose grouped convolutions run on shards of the batch: XLA's gradients of them are wrong."""
+    from jax.extend.core import jaxpr_as_fun
+
+    total = int(np.prod([MESH[axis] for axis in BATCH]))
+
+    def split(rank, dim, size):
+        return P(*(BATCH if d == dim and size % total == 0 else None for d in range(rank)))
+
+    def alone(eqn):
+        left, right, out = eqn.params["dimension_numbers"]
+        values, rank = [v.aval for v in eqn.invars], len(left)
+        kernel_gradient = eqn.params["batch_group_count"] > 1  # sums over the batch, which is its feature dim
+        size = values[0].shape[left[1] if kernel_gradient else left[0]]
+        if kernel_gradient:
+            ins, outs = (split(rank, left[1], size), split(rank, right[1], size)), P()
+        else:
+            ins, outs = (split(rank, left[0], size), P()), split(rank, out[0], size)
+
+        def own(*shards):
+            result = eqn.primitive.bind(*shards, **eqn.params)
+            return jax.lax.psum(result, BATCH) if kernel_gradient and size % total == 0 and BATCH else result
+
+        def run(*values):
+{run}
+
+        (call,) = jax.make_jaxpr(jax.jit(run))(*values).eqns
+        return eqn.replace(primitive=call.primitive, params=call.params)
+
+    def rewritten(value):
+        if hasattr(value, "jaxpr"):
+            return value.replace(jaxpr=rewritten(value.jaxpr))
+        if hasattr(value, "eqns"):
+            return value.replace(eqns=[each(eqn) for eqn in value.eqns])
+        return type(value)(map(rewritten, value)) if type(value) in (tuple, list) else value
+
+    def each(eqn):
+        name, groups = eqn.primitive.name, ("feature_group_count", "batch_group_count")
+        if name == "conv_general_dilated" and any(eqn.params[count] > 1 for count in groups):
+            return alone(eqn)
+        inner = () if name == "shard_map" else ((key, rewritten(value)) for key, value in eqn.params.items())
+        return eqn.replace(params=eqn.params | dict(inner))
+
+    def step(*args):
+        closed, out = jax.make_jaxpr(fn, return_shape=True)(*args)
+        leaves = jaxpr_as_fun(rewritten(closed))(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(out), leaves)
+
+    return step
+
+'''
+"""Code of a function that runs grouped convolutions as `jax.shard_map` over the mesh axes `BATCH`.
+
+`parameters` are those of the function, and `run` is the body that calls `own` with the specs `ins` and `outs`.
+"""
+
 
 def head(plan: Plan, lacks: tuple[str, ...], sentence: str, mark: str = "#") -> str:
     """Return the first comment lines of an export.
@@ -51,7 +109,10 @@ def _parts(plan: Plan, axis: str) -> list[str]:
 
 
 def unpinned(
-    plan: Plan, instead: str = "XLA's propagation chooses them instead", local_batch: bool = False
+    plan: Plan,
+    instead: str = "XLA's propagation chooses them instead",
+    local_batch: bool = False,
+    on_shards: bool = False,
 ) -> tuple[str, ...]:
     """Return a sentence for each kind of decision that an export of shardings alone omits; none for kinds the plan
     lacks.
@@ -60,11 +121,16 @@ def unpinned(
 
     - `instead`: end of the sentence on intermediates.
     - `local_batch`: True if every process computes its part of the batch, calls included.
+    - `on_shards`: True if the export runs grouped convolutions on shards of the batch (`ON_SHARDS`).
     """
     lacks = []
     if plan.pins:
         lacks.append(f"the {len(plan.pins)} intermediates that the plan pins; {instead}.")
-    if plan.regions:
+    if on_shards and convolves(plan) and _splits_images(plan):
+        lacks.append(
+            "images split in space; XLA then gives wrong gradients of some convolutions and pools (docs/limits.md)."
+        )
+    if plan.regions and not on_shards:
         lacks.append(
             f"the {len(plan.regions)} convolutions and pools that the plan runs shard by shard; they are split some "
             "other way, which in XLA gives wrong gradients of some (docs/limits.md)."
@@ -74,6 +140,23 @@ def unpinned(
     if plan.host:
         lacks.append(f"the {len(plan.host)} tensors that the plan has in the hosts' memory; they stay on the devices.")
     return tuple(lacks)
+
+
+def batch_axes(plan: Plan) -> tuple[str, ...]:
+    """Return the mesh axes that split the first dim of the batch, by the batch argument that most axes split."""
+    split = [spec.dims[0] for name, spec in plan.arguments.items() if plan.roles[name] == "batch" and spec.dims]
+    return max(split, key=len, default=())
+
+
+def convolves(plan: Plan) -> bool:
+    """Return True if the planned step has convolutions, as far as the plan lists its ops."""
+    return bool(plan.regions) or any(op.kind == "convolution" for op in plan.ops)
+
+
+def _splits_images(plan: Plan) -> bool:
+    """Return True if an axis splits another dim than the first of a batch argument."""
+    batch = [spec for name, spec in plan.arguments.items() if plan.roles[name] == "batch"]
+    return any(axes for spec in batch for axes in spec.dims[1:])
 
 
 def table(name: str, rows: Mapping[str, str]) -> str:

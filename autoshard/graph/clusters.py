@@ -159,6 +159,7 @@ def build_structure(
     parameters: Collection[int] = (),
     ties: Collection[tuple[int, int]] = (),
     whole: Collection[tuple[int, int]] = (),
+    batch: Collection[int] = (),
 ) -> Structure:
     """Build the clusters, the list of heavy ops, and the edges between them.
 
@@ -167,6 +168,7 @@ def build_structure(
     - `ties`: (result tensor, argument tensor) pairs that must have one spec; pairs that cannot be merged become
       `Structure.ties` and edges.
     - `whole`: (tensor, dim) pairs that no axis may split.
+    - `batch`: argument tensors with data, whose rows an axis may split although a loop runs over their outermost part.
 
     Values without shape, of at most one element, or generated (unless they start a loop) get no cluster.
     """
@@ -200,7 +202,7 @@ def build_structure(
             continue
         if argument in stored or not union.merge(argument, result, same):
             apart.append((result, argument))
-    _block_whole_parts(graph, union, skip)
+    _block_whole_parts(graph, union, skip, batch)
     return _freeze(graph, union, skip, unmerged, apart)
 
 
@@ -246,13 +248,15 @@ def _tie_carries(
                 union.block(b, d)
 
 
-def _block_whole_parts(graph: OpGraph, union: _Merged, skip: set[int]) -> None:
+def _block_whole_parts(graph: OpGraph, union: _Merged, skip: set[int], batch: Collection[int]) -> None:
     """Block a dim that a reshape forms from several dims if the outermost of these, above size 1, is blocked (in
     place).
 
-    Axes split the outermost part of a dim first, so a split of the joined dim would be gathered at the reshape. An
-    example is the layers of a stack that pipeline stages process in rounds. Reshapes in both directions count.
+    Axes split the outermost part of a dim first, so a split of the joined dim would be moved at the reshape. An
+    example is the layers of a stack that pipeline stages process in rounds. Reshapes in both directions count. The
+    rows of `batch` are left free: a batch that a loop takes in microbatches enters split, and is exchanged once.
     """
+    entering = {union.owner[t] for t in batch}
     for op in graph.ops:
         if op.kind != "reshape" or op.rule is None or skip.intersection((op.operands[0], op.results[0])):
             continue
@@ -262,7 +266,8 @@ def _block_whole_parts(graph: OpGraph, union: _Merged, skip: set[int]) -> None:
             for dim, factors in enumerate(joined):
                 real = [f for f in factors if op.rule.sizes[f] > 1]
                 place = apart.get(real[0]) if len(real) > 1 else None
-                if place is not None and union.dims[parts][place] in union.blocked[union.owner[parts]]:
+                free = whole == op.operands[0] and union.owner[whole] in entering
+                if place is not None and not free and union.dims[parts][place] in union.blocked[union.owner[parts]]:
                     union.block(whole, dim)
 
 

@@ -7,6 +7,8 @@ from autoshard.program.artifact import load_artifact as load_artifact
 from autoshard.program.config_files import bundled as bundled
 from autoshard.program.config_files import config_dims as config_dims
 from autoshard.program.config_files import read_config as read_config
+from autoshard.program.jax.call_arguments import PositionalCall as PositionalCall
+from autoshard.program.jax.call_arguments import by_position as by_position
 from autoshard.program.jax.decoder import SAVABLE as SAVABLE
 from autoshard.program.jax.decoder import SAVED as SAVED
 from autoshard.program.jax.decoder import DecoderDims as DecoderDims

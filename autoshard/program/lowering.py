@@ -98,8 +98,8 @@ def user_code(label: str, run: Callable[[], Any]) -> Any:
             ) from error
         if "Non-hashable static arguments" in text:
             raise UserError(
-                f"`{label}` takes static arguments (`static_argnums` or `static_argnames` of jax.jit), which have no "
-                "shape to plan for: bind them before, as in `lambda x: step(x, n)`, and trace what is left."
+                f"`{label}` is given a static argument without a hash, which jax.jit refuses: give a tuple or another "
+                "value that has one, or bind it before, as in `lambda x: step(x, n)`."
             ) from error
         if "Differentiation rule for 'custom_partitioning'" in text:
             raise UserError(

@@ -211,8 +211,8 @@ def test_concrete_arrays_are_saved_as_arguments():
             "expected a role or None for each of the 1 leaves of `args`",
         ),
         (
-            lambda: trace(jax.jit(lambda x, n: x * n, static_argnums=1), (S((2,), F), 3), name="scaled"),
-            "`scaled` takes static arguments (`static_argnums` or `static_argnames` of jax.jit), which have no shape",
+            lambda: trace(jax.jit(lambda x, n: x * n, static_argnums=1), (S((2,), F), [3]), name="scaled"),
+            "`scaled` is given a static argument without a hash, which jax.jit refuses: give a tuple",
         ),
         (
             lambda: trace(lambda x: x, (S((2,), F),), roles={"y": "batch"}),

@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import inspect
 import os
 import pathlib
 import weakref
@@ -11,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 
 from autoshard.cost import Topology
-from autoshard.errors import UserError, reason_of
+from autoshard.errors import UserError
 from autoshard.exec.apply.calls_on_shards import explicit_mesh, in_type, lower_calls, on_mesh, place_calls
 from autoshard.exec.apply.plan_agreement import (
     check_arguments,
@@ -27,8 +26,10 @@ from autoshard.program import (
     Functional,
     Lifted,
     OpaqueCall,
+    PositionalCall,
     Program,
     arrays_of,
+    by_position,
     functional,
     lower_traced,
     positions_of,
@@ -161,7 +162,9 @@ class Application:
         import jax
 
         fn, donate_argnums = _step_of(fn, donate_argnums)
-        step = functional(in_recipe(self.plan, fn), args)
+        call = by_position(fn, args)
+        donate_argnums = call.donated if donate_argnums is None else donate_argnums
+        step = functional(in_recipe(self.plan, call.fn), call.args)
         abstract = jax.tree.map(_abstract, step.args)
         return lower_planned(self, step.fn, abstract, _donated(step.fn, abstract, donate_argnums), module)
 
@@ -188,39 +191,20 @@ class PlannedFunction:
 
     def lower(self, *args: Any, **named: Any) -> Any:
         """Return the `jax.stages.Lowered` of the function for these arguments, with pins; nothing is cached."""
-        return self.application.lower(self.fn, self._in_order(args, named), self.donate_argnums)
+        call = by_position(self.fn, args, named)
+        return self.application.lower(call.fn, call.args, self._donated(call))
 
     def compile(self, *args: Any, **named: Any) -> Any:
         """Return the cached `jax.stages.Compiled` for these arguments (arrays or `jax.ShapeDtypeStruct`s), compiled if
         it is new.
         """
-        return self._compile(self._in_order(args, named))[0].step
+        return self._compile(by_position(self.fn, args, named))[0].step
 
     def shardings(self, *args: Any, **named: Any) -> tuple[Any, ...]:
         """Return pytrees of `NamedSharding` like the arguments, with which to place or load them; compiles the step if
         it is new.
         """
-        return self._compile(self._in_order(args, named))[0].shardings
-
-    def _in_order(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-        """Return all arguments by position, as they were traced; defaults are not filled in.
-
-        Raises `UserError` for names that have no position, and for arguments that the function does not accept.
-        """
-        if not named:
-            return args
-        name = getattr(self.fn, "__name__", "the function")
-        try:
-            bound = inspect.signature(self.fn).bind(*args, **named)
-            named = bound.kwargs
-        except (TypeError, ValueError) as error:
-            raise UserError(f"`{name}` cannot be called so: {reason_of(error)}.") from None
-        if named:
-            raise UserError(
-                f"`{name}` is planned for arguments by position, and `{next(iter(named))}` has none: trace a "
-                "function that takes it by position."
-            )
-        return bound.args
+        return self._compile(by_position(self.fn, args, named))[0].shardings
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         """Run the step under the plan and return its results as the original function would.
@@ -230,16 +214,20 @@ class PlannedFunction:
         """
         import jax
 
-        args = self._in_order(args, named)
-        compiled, arrays = self._compile(args)
+        call = by_position(self.fn, args, named)
+        compiled, arrays = self._compile(call)
         if self.application.mesh.is_multi_process:
             out = compiled.step(*jax.tree.map(place, arrays, compiled.shardings))
         else:
             out = compiled.step(*jax.device_put(arrays, compiled.shardings))
         mesh = explicit_mesh(jax.tree.leaves(arrays))
-        return compiled.function.finish(args, out if mesh is None else on_mesh(out, mesh))
+        return compiled.function.finish(call.args, out if mesh is None else on_mesh(out, mesh))
 
-    def _compile(self, args: tuple[Any, ...]) -> tuple["_Compiled", tuple[Any, ...]]:
+    def _donated(self, call: PositionalCall) -> int | Sequence[int] | None:
+        """Return the positions to donate: those of the user, else those of a `jax.jit` function."""
+        return call.donated if self.donate_argnums is None else self.donate_argnums
+
+    def _compile(self, call: PositionalCall) -> tuple["_Compiled", tuple[Any, ...]]:
         """Return the compiled step for such arguments, from the cache or new, and the pytree of their arrays.
 
         Raises `UserError` inside a JAX transformation, and if the step needs more memory than JAX may use
@@ -248,7 +236,7 @@ class PlannedFunction:
         import jax
         from jax.core import Tracer
 
-        extracted = arrays_of(args)
+        extracted = arrays_of(call.args)
         leaves, tree = jax.tree.flatten(extracted.args)
         if any(isinstance(leaf, Tracer) for leaf in leaves):
             name = getattr(self.fn, "__name__", "the function")
@@ -257,10 +245,10 @@ class PlannedFunction:
                 "plan the whole step and call that."
             )
         abstract = [_abstract(leaf) for leaf in leaves]
-        key = (extracted.key, tree, tuple((leaf.shape, leaf.dtype, leaf.weak_type) for leaf in abstract))
+        key = (extracted.key, call.key, tree, tuple((leaf.shape, leaf.dtype, leaf.weak_type) for leaf in abstract))
         if key not in self._compiled:
-            function = functional(in_recipe(self.application.plan, self.fn), args)
-            lowered = self.application.lower(function.fn, tree.unflatten(abstract), self.donate_argnums)
+            function = functional(in_recipe(self.application.plan, call.fn), call.args)
+            lowered = self.application.lower(function.fn, tree.unflatten(abstract), self._donated(call))
             shardings = tree.unflatten(list(self.application.in_shardings()))
             compiled = compile_lowered(lowered)
             check_granted(self.application.plan, compiled, self.application.mesh.devices.flat)

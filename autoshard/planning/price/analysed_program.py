@@ -35,7 +35,7 @@ from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.derived_axes import axis_parts_of, stage_axis
 from autoshard.planning.space.dim_groups import Groups, find_groups, tensor_groups
 from autoshard.planning.space.user_constraints import Asked, Required, require
-from autoshard.program import WEIGHTS, Lifted, Program, lift_constraints, lowered_for
+from autoshard.program import WEIGHTS, Lifted, Program, Role, lift_constraints, lowered_for
 
 
 LATE_IN_STAGES = frozenset({"v6e"})
@@ -76,8 +76,9 @@ def analyse_program(program: Program, backend: str, kept: bool = False) -> Analy
         for t, a in zip(graph.arguments, program.arguments, strict=True)
         if a.result is not None
     ]
-    structure = build_structure(graph, parameters, ties, _words(program, graph))
     named = list(zip(graph.arguments, program.arguments, strict=True))
+    batch = [t for t, a in named if a.role is Role.BATCH]
+    structure = build_structure(graph, parameters, ties, _words(program, graph), batch)
     undonated = [t for t, a in named if not a.donated]
     updates = {t: graph.results[a.result] for t, a in named if a.donated and a.result is not None}
     rules = FusionRules(traits.fuses_into_matmuls, traits.narrows_stacks, traits.gpu_kernels)

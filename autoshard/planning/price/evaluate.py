@@ -296,6 +296,8 @@ def live_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
             if (node := model.nodes[reshard.target]).kind == "copy" and not node.memory
         }
         buffers += [*gathered_copies(model, choices, steps_to_copies), *_relaid_rows(model, choices)]
+    if traits.tiled or traits.separate_collective_buffers:
+        buffers += _exchanged_views(model, choices)
     if model.liveness.reserved:
         buffers = reserve(model.graph, buffers, model.liveness.reserved, traits.results_apart)
     if not traits.separate_collective_buffers and not traits.tiled:
@@ -311,6 +313,26 @@ def live_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
     least = 0 if traits.separate_collective_buffers else model.residency.room
     held = (LiveBuffer(*each) for each in collective_buffers(model, choices, steps))
     return [*buffers, *(each for each in held if each.size > least)]
+
+
+def _exchanged_views(model: Model, choices: NDArray[np.int64]) -> Iterator[LiveBuffer]:
+    """Yield the views of arguments that a reshape makes for a loop, where a collective makes them tensors of their own.
+
+    An example is a batch in microbatches: split by rows at the entry, and by the rows of each microbatch in the loop.
+    """
+    graph, sizes = model.graph, dict(model.mesh.axes)
+    stored = {tensor for tensor, _, _ in model.liveness.buffers}
+    for reshard in model.reshards:
+        if reshard.op < 0 or graph.ops[reshard.op].kind != "reshape" or reshard.tensor not in graph.arguments:
+            continue
+        view = graph.ops[reshard.op].results[0]
+        loops = [graph.loops[op.loop] for op in graph.ops if op.loop >= 0 and view in op.operands]
+        if view in stored or not loops or not reshard_time(model, reshard, choices).steps:
+            continue
+        record = graph.tensors[view]
+        local = tensor_spec(model, choices, view).local_shape(record.shape, sizes)
+        size = model.padding.shard_bytes(view, local, record.itemsize)
+        yield LiveBuffer(reshard.op, max(loop.stop for loop in loops), size, "temporaries", view)
 
 
 def _relaid_rows(model: Model, choices: NDArray[np.int64]) -> Iterator[LiveBuffer]:

@@ -38,6 +38,12 @@ def streams(each: ExtraTraffic, graph: OpGraph, compute: Compute) -> float:
     return each.count * once * graph.trips(each.block)
 
 
+LARGE_SHARE = 0.005
+"""Share of the memory limit above which a tensor is large.
+
+Copies of a large batch argument cost the host's time, and a large gathered tensor gets a copy node with its own memory.
+"""
+
 _STORED = {Role.PARAMETER: "parameters", Role.FROZEN: "parameters", Role.OPTIMIZER_STATE: "optimizer_state"}
 """Memory kind of an argument by its role; other roles count as `batch`."""
 
@@ -87,6 +93,11 @@ class NodePricer:
         states = self.clusters_of(t for t, role in roles.items() if role is Role.OPTIMIZER_STATE)
         updates = {structure.cluster_of[result] for result, argument in structure.ties if argument in roles}
         self.updated = states | updates
+        least_fed = LARGE_SHARE * memory_limit
+        large = [t for t, role in roles.items() if role is Role.BATCH and graph.tensors[t].bytes > least_fed]
+        # Arrays of a program without weights may be on the devices already, and devices of one machine need no copies.
+        is_fed = self.stored and not mesh.topology.traits.shares_machine
+        self.fed = frozenset(large if is_fed else ())
         even = set(graph.arguments) | set(graph.results)
         self.even = self.clusters_of(even)
         self.demands: dict[int, list[Demand]] = defaultdict(list)
@@ -137,6 +148,7 @@ class NodePricer:
             softmax = self.softmaxes.get(cluster.id)
             if softmax is None:
                 time = self.cluster_seconds(traffic[cluster.id], local, len(states))
+                self.add_feed(time, [local[t] for t in self.fed.intersection(cluster.tensors)])
                 memory = tuple(
                     MemoryTerm(
                         self.memory_kind(cluster.id, *buffer), *buffer[1:], self.buffer_bytes(local[buffer[0]], *buffer)
@@ -208,6 +220,16 @@ class NodePricer:
                     rate = self.compute.host_seconds if away else self.compute.memory_seconds
                     time[(block, what)] = rate(sum(moved, np.zeros(states)))
         return time
+
+    def add_feed(self, time: dict[Channel, Seconds], fed: Sequence[Seconds]) -> None:
+        """Add to a cluster's `time` the seconds in which the host sends copies of a batch, in the channel of the host.
+
+        The least that any state loads is left out, since a step's batch is sent during the step before. `fed` has the
+        bytes of each large batch argument on one device, [states].
+        """
+        if fed and (copies := sum(each - each.min() for each in fed)).any():
+            channel = (-1, HOST)
+            time[channel] = time.get(channel, 0.0) + self.compute.host_seconds(copies)
 
     def recomputes(self, softmax: Softmax, states: States) -> np.ndarray:
         """Return a mask of the states in which kernels recompute the probabilities, [states].

@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from autoshard.cost import Calibration, Mesh
 from autoshard.graph import FactorKind, Liveness, Op, OpClass, OpGraph, Structure, is_batched, rounds_rows
-from autoshard.planning.price.node_prices import NodePricer
+from autoshard.planning.price.node_prices import LARGE_SHARE, NodePricer
 from autoshard.planning.price.reshard_paths import PathPrices, PathTables
 from autoshard.planning.price.sum_places import SumPlaces
 from autoshard.planning.space.decision_model import EXPOSED, Channel, MemoryTerm, Model, Node, Path, Reshard
 from autoshard.planning.space.derived_axes import AxisParts, StageAxis
-from autoshard.planning.space.dim_groups import factor_states
+from autoshard.planning.space.dim_groups import factor_states, looped_factors
 from autoshard.planning.space.op_strategies import result_states
 from autoshard.planning.space.overlap import (
     ALONE,
@@ -39,10 +39,6 @@ from autoshard.planning.xla.axis_assignments import (
 from autoshard.planning.xla.partitioner_rules import Handling, handling
 from autoshard.planning.xla.rewritten_sums import read_by_slices
 from autoshard.program import Program
-
-
-LARGE_SHARE = 0.005
-"""Share of the memory limit above which a gathered tensor gets a copy node with its own memory."""
 
 
 def price(
@@ -219,7 +215,8 @@ class _Pricer(NodePricer):
         wanted = self.dims_states(target, self.nodes[target].states, out)
         inner = {f for dim in rule.operands[operand] for f in dim}
         outer = {f for dim in rule.results[result] for f in dim}
-        source, kept = decompose(held, rule.operands[operand], rule.sizes, self.axes)
+        looped = looped_factors(self.structure, op)
+        source, kept = decompose(held, rule.operands[operand], rule.sizes, self.axes, looped)
         aim, _ = decompose(wanted, rule.results[result], rule.sizes, self.axes)
         reduced = [PARTIAL - f if rule.kinds[f] is FactorKind.REDUCTION else WHOLE for f in range(len(rule.sizes))]
         backend = self.mesh.topology.backend

@@ -12,6 +12,7 @@ from autoshard.base.worker import Stopped
 from autoshard.base.workers import WorkerCrew
 from autoshard.planning.price.device_memory import lower_memory_targets, tight_seconds
 from autoshard.planning.price.evaluate import Outcome, evaluate
+from autoshard.planning.solve.equal_times import with_least_memory
 from autoshard.planning.solve.mesh_solve import Solved, Terms, first_bound, first_messages, solve_tied, solve_within
 from autoshard.planning.solve.problem_builder import Weights, kept_of, least_bytes
 from autoshard.planning.solve.repeats import Repeats, find_repeats
@@ -132,7 +133,7 @@ def search(
         for target in lower_memory_targets(model.mesh.topology):
             roomier = dataclasses.replace(limits.share(ROOMIER_SHARE), memory_bytes=target)
             state.search_within(roomier, required, fitting)
-    best = dataclasses.replace(state.best, name="plan")
+    best = dataclasses.replace(_leaner(model, state.best, required, limits.memory_bytes), name="plan")
     return SearchResult(
         best=best,
         problem=state.certified.problem,
@@ -144,6 +145,15 @@ def search(
         fitting=tuple(state.fitting),
         unconstrained_bound_s=state.unconstrained_bound_s,
     )
+
+
+def _leaner(model: Model, best: Candidate, required: Required, memory_limit: int) -> Candidate:
+    """Return a candidate of the same time that holds least, see `with_least_memory`; `best` if none holds less."""
+    choices = with_least_memory(model, best.choices, required.allowed)
+    if (choices == best.choices).all() or not required.holds(choices):
+        return best
+    leaner = evaluated_candidate(model, best.name, choices, evaluate(model, choices), memory_limit)
+    return dataclasses.replace(leaner, weights=best.weights) if _rank(leaner) <= _rank(best) else best
 
 
 @dataclasses.dataclass(slots=True)

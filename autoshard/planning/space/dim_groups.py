@@ -5,7 +5,7 @@ import itertools
 import re
 from collections.abc import Sequence
 
-from autoshard.graph import ROTATE, FactorKind, OpGraph, Structure
+from autoshard.graph import ROTATE, FactorKind, Op, OpGraph, Structure
 from autoshard.planning.xla.axis_assignments import WHOLE, States, relabel
 from autoshard.program import WEIGHTS, Program, Role
 
@@ -74,7 +74,8 @@ class _Ties:
 def find_groups(program: Program, graph: OpGraph, structure: Structure) -> Groups:
     """Find the dim groups of a program: cluster factors that ops, and ties of results to arguments, join.
 
-    Groups are numbered in the order of the clusters. The first factor above size 1 represents a merged dim.
+    Groups are numbered in the order of the clusters. The first factor above size 1 represents a merged dim. Rows of a
+    batch that a loop takes in microbatches are represented by the rows of a microbatch, since no axis splits a loop.
     """
     # Items of the union-find: the factors of all clusters, then those of all ops.
     clusters = list(itertools.accumulate((len(each.sizes) for each in structure.clusters), initial=0))
@@ -83,6 +84,7 @@ def find_groups(program: Program, graph: OpGraph, structure: Structure) -> Group
     for op in graph.ops:
         if op.rule is None:
             continue
+        looped = looped_factors(structure, op)
         for tensor, dims in op.sides:
             cluster = structure.cluster_of[tensor]
             if cluster < 0:
@@ -91,7 +93,9 @@ def find_groups(program: Program, graph: OpGraph, structure: Structure) -> Group
                 own = structure.dims_of[tensor][dim]
                 real = [f for f in factors if op.rule.sizes[f] > 1]
                 if own >= 0 and real:
-                    union.join(clusters[cluster] + own, ops[op.id] + real[0])
+                    free = own not in structure.clusters[cluster].blocked
+                    shown = next((f for f in real if free and f not in looped), real[0])
+                    union.join(clusters[cluster] + own, ops[op.id] + shown)
     for result, argument in structure.ties:
         for dim, own in enumerate(structure.dims_of[result]):
             other = structure.dims_of[argument][dim]
@@ -108,6 +112,19 @@ def find_groups(program: Program, graph: OpGraph, structure: Structure) -> Group
             if factor not in cluster.blocked:
                 sizes[group] = min(sizes.get(group, size), size)
     return _describe(program, graph, structure, of_factor, sizes)
+
+
+def looped_factors(structure: Structure, op: Op) -> frozenset[int]:
+    """Return the factors of a reshape that form a dim which no axis may split, as a loop over microbatches does."""
+    if op.kind != "reshape" or op.rule is None:
+        return frozenset()
+    return frozenset(
+        factors[0]
+        for tensor, dims in op.sides
+        if structure.cluster_of[tensor] >= 0
+        for factors, own in zip(dims, structure.dims_of[tensor], strict=True)
+        if len(factors) == 1 and own in structure.clusters[structure.cluster_of[tensor]].blocked
+    )
 
 
 def tensor_groups(structure: Structure, of_factor: dict[tuple[int, int], int], tensor: int) -> list[int | None]:

@@ -400,18 +400,27 @@ def _conflicts(
 
 
 def decompose(
-    states: States, dims: Sequence[Sequence[int]], factors: Sequence[int], axes: Sequence[int]
+    states: States,
+    dims: Sequence[Sequence[int]],
+    factors: Sequence[int],
+    axes: Sequence[int],
+    looped: Collection[int] = (),
 ) -> tuple[States, States]:
     """Convert states over dims to states over the factors that make up each dim (major first).
 
     Axes fill a dim's factors from the major factor on. An axis fits a factor only if it divides the factor's local
     size. A later factor is split only once the earlier factors have local size 1. An axis that does not fit is dropped.
+
+    An axis may exceed a factor in `looped` that divides it. The rest of the axis then splits the next factor. All of
+    the axis leaves the factor in one exchange, so the whole axis counts as splitting it.
+
     The result is the states over factors, and the given states without the dropped axes.
 
     - `states`: dim that each mesh axis splits, [states, axes].
     - `dims`: factors of each dim.
     - `factors`: sizes of the factors.
     - `axes`: sizes of the mesh axes.
+    - `looped`: factors that a loop runs over, from which an axis has to leave.
     """
     result = np.full_like(states, WHOLE)
     result[states <= PARTIAL] = states[states <= PARTIAL]
@@ -426,9 +435,21 @@ def decompose(
             for axis in np.flatnonzero(states[row] == dim).tolist():
                 while position < len(parts) - 1 and local_factors[position] == 1:
                     position += 1
-                if not parts or local_factors[position] % axes[axis]:
+                if not parts:
                     kept[row, axis] = WHOLE
                     continue
-                local_factors[position] //= axes[axis]
+                mine = math.gcd(local_factors[position], axes[axis]) if parts[position] in looped else axes[axis]
+                beyond = axes[axis] // mine
+                last = position + 1 == len(parts)
+                if (
+                    local_factors[position] % mine
+                    or beyond > 1
+                    and (mine < local_factors[position] or last or local_factors[position + 1] % beyond)
+                ):
+                    kept[row, axis] = WHOLE
+                    continue
+                local_factors[position] //= mine
                 result[row, axis] = parts[position]
+                if beyond > 1:
+                    local_factors[position + 1] //= beyond
     return result, kept

@@ -1,7 +1,7 @@
 """Tracing of a JAX function, with the shapes of its arguments, into a `Program`."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -10,6 +10,7 @@ from autoshard.base.processes import collecting_seldom
 from autoshard.errors import UserError
 from autoshard.program import argument_names, example_values
 from autoshard.program import roles as role_rules
+from autoshard.program.jax.call_arguments import by_position
 from autoshard.program.jax.host_state import offload_notes, on_host
 from autoshard.program.jax.jax_modules import functional
 from autoshard.program.lowering import lower_function, user_code
@@ -24,10 +25,10 @@ Evidence = Sequence[Role | None] | Callable[[dict[int, int]], Sequence[Role | No
 @collecting_seldom()
 def trace(
     fn: Callable[..., Any],
-    args: Sequence[Any],
+    args: Sequence[Any] | Mapping[str, Any],
     *,
     name: str | None = None,
-    donate_argnums: int | Sequence[int] = (),
+    donate_argnums: int | Sequence[int] | None = None,
     roles: role_rules.Roles | None = None,
     training: bool | None = None,
     model_flops: float | None = None,
@@ -44,10 +45,11 @@ def trace(
     A leaf is named by its path (`params.layers.w`). State that the function returns updated is tied to its result,
     which has the argument's name. Other results are named `result` and their path.
 
-    - `args`: pytrees of arrays or `jax.ShapeDtypeStruct`, one per positional argument. Nothing is allocated for the
-      latter.
+    - `args`: pytrees of arrays or `jax.ShapeDtypeStruct`, one per positional argument, or all of them by name.
+      Nothing is allocated for the latter type. Arguments that a `jax.jit` function declares as static keep their values.
     - `name`: name of the program; None for that of `fn`.
-    - `donate_argnums`: positions of the arguments whose memory the results may reuse.
+    - `donate_argnums`: positions of the arguments whose memory the results may reuse; None for those of a `jax.jit`
+      function.
     - `roles`: a mapping from name prefixes to roles, or a callable from a name to a role or None. It overrides the
       roles that are guessed (optax states, updated state, data).
     - `training`: True for a training step. By default it is one if it has optimizer state or updates a parameter.
@@ -69,12 +71,16 @@ def trace(
 
     if not callable(fn):
         raise UserError(f"trace: the program must be a callable, got {type(fn).__name__}.")
-    if not isinstance(args, (tuple, list)):
+    if not isinstance(args, (tuple, list, Mapping)):
         raise UserError(f"trace: `args` must be a tuple of the positional arguments, got {type(args).__name__}.")
     label = name or getattr(fn, "__name__", type(fn).__name__)
+    call = by_position(fn, (), args) if isinstance(args, Mapping) else by_position(fn, args)
+    fn, args, donated_by_jit = call.fn, call.args, call.donated or ()
+    donate_argnums = donated_by_jit if donate_argnums is None else donate_argnums
     donate = argument_names.positions_of("donate_argnums", donate_argnums, len(args), label)
     _check_figures(label, arg_names, notes, model_flops, tokens)
-    positions = tuple(arg_names) if arg_names is not None else argument_names.positional_names(fn, len(args))
+    own_names = (*argument_names.positional_names(fn, len(args) - len(call.named)), *call.named)
+    positions = tuple(arg_names) if arg_names is not None else own_names
     if len(positions) != len(args):
         raise UserError(f"arg_names: {len(positions)} names were given for {len(args)} arguments of `{label}`.")
 

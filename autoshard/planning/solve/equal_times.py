@@ -1,0 +1,129 @@
+"""Choice among equal times: the one in which each device holds least."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.planning.solve.problem_builder import Allowed
+from autoshard.planning.space.decision_model import Channel, Model, Reshard
+
+
+ROUNDS = 8
+"""Most passes over all nodes; a change spreads from one node to the next in each."""
+SLACK_S = 1e-13
+"""Seconds of a channel that count as rounding."""
+
+
+def with_least_memory(model: Model, choices: NDArray[np.int64], allowed: Allowed | None = None) -> NDArray[np.int64]:
+    """Return choices that take at most as long in every channel, and hold at most as much at every moment.
+
+    Tensors whose slices are free are stored as they are used, for instance: a weight that each matmul takes in parts
+    need not be whole. One node changes at a time, together with the copies that follow it, until nothing is gained.
+
+    - `choices`: alternative of every node; left as it is.
+    - `allowed`: masks of the alternatives that may be chosen, by node.
+    """
+    search = _Leaner(model, choices.copy(), allowed or {})
+    for _ in range(ROUNDS):
+        if not any([search.improve(node) for node in search.holders]):
+            break
+    return search.choices
+
+
+class _Leaner:
+    """Choices under improvement, with the reshards of each node."""
+
+    def __init__(self, model: Model, choices: NDArray[np.int64], allowed: Allowed) -> None:
+        """Index the reshards; `holders` are the nodes with memory, those with most first."""
+        self.model, self.choices, self.allowed = model, choices, allowed
+        self.reshards: dict[int, list[Reshard]] = defaultdict(list)
+        for reshard in model.reshards:
+            self.reshards[reshard.source].append(reshard)
+            self.reshards[reshard.target].append(reshard)
+        self.usages = {
+            number: np.stack([t.usage for t in node.memory]) for number, node in enumerate(model.nodes) if node.memory
+        }
+        held = {number: int(usage[:, choices[number]].sum()) for number, usage in self.usages.items()}
+        self.holders = sorted(self.usages, key=lambda number: (-held[number], number))
+
+    def improve(self, number: int) -> bool:
+        """Change a node to the alternative of equal time that holds least; return True if it changed."""
+        usage, now = self.usages[number], int(self.choices[number])
+        smaller = (usage <= usage[:, [now]]).all(axis=0) & (usage.sum(axis=0) < usage[:, now].sum())
+        if number in self.allowed:
+            smaller &= self.allowed[number]
+        candidates = np.flatnonzero(smaller)
+        if not len(candidates):
+            return False
+        followers = self._followers(number, candidates)
+        for moving in ({}, followers) if followers else ({},):
+            equal = candidates[self._no_later({number: candidates, **moving})]
+            if len(equal):
+                best = int(equal[np.argmin(usage[:, equal].sum(axis=0))])
+                place = int(np.flatnonzero(candidates == best)[0])
+                for other, alternatives in moving.items():
+                    self.choices[other] = alternatives[place]
+                self.choices[number] = best
+                return True
+        return False
+
+    def _followers(self, number: int, candidates: NDArray[np.int64]) -> dict[int, NDArray[np.int64]]:
+        """Return the copies of a node's tensors, each with the alternative that has the state of each candidate.
+
+        Copies that have memory of their own, or lack such a state, are left out.
+        """
+        following = {}
+        for reshard in self.reshards[number]:
+            node = self.model.nodes[reshard.target]
+            if (
+                reshard.source != number
+                or node.kind != "copy"
+                or node.memory
+                and node.has_memory[self.choices[reshard.target]]
+            ):
+                continue
+            free = np.flatnonzero(~node.has_memory) if node.memory else np.arange(len(node.states))
+            if reshard.target in self.allowed:
+                free = free[self.allowed[reshard.target][free]]
+            wanted = reshard.path.source[reshard.rows[candidates]]
+            offered = reshard.path.target[reshard.columns[free]]
+            same = (wanted[:, None, :] == offered[None, :, :]).all(axis=2)
+            if len(free) and same.any(axis=1).all():
+                following[reshard.target] = free[same.argmax(axis=1)]
+        return following
+
+    def _no_later(self, changes: Mapping[int, NDArray[np.int64]]) -> NDArray[np.bool_]:
+        """Return a mask of the changes that take at most as long in every channel; forbidden pairs are not among them.
+
+        `changes` has for each node that changes its alternatives, one for each change.
+        """
+        count = len(next(iter(changes.values())))
+        later: dict[Channel, NDArray[np.float64]] = defaultdict(lambda: np.zeros(count))
+        fine = np.ones(count, dtype=bool)
+        seen: set[int] = set()
+        for number, alternatives in changes.items():
+            for channel, seconds in self.model.nodes[number].time.items():
+                later[channel] += seconds[alternatives] - seconds[self.choices[number]]
+            for reshard in self.reshards[number]:
+                if id(reshard) in seen:
+                    continue
+                seen.add(id(reshard))
+                rows, columns = self._ends(reshard, changes, count)
+                row, column = reshard.rows[self.choices[reshard.source]], reshard.columns[self.choices[reshard.target]]
+                if reshard.forbidden is not None:
+                    fine &= ~reshard.forbidden[rows, columns]
+                for channel, table in reshard.costs.items():
+                    later[channel] += reshard.trips * (table[rows, columns] - table[row, column])
+        for seconds in later.values():
+            fine &= seconds <= SLACK_S
+        return fine
+
+    def _ends(
+        self, reshard: Reshard, changes: Mapping[int, Sequence[int] | NDArray[np.int64]], count: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the rows and columns of a reshard's tables for each of `count` changes."""
+        sources = changes.get(reshard.source, np.full(count, self.choices[reshard.source]))
+        targets = changes.get(reshard.target, np.full(count, self.choices[reshard.target]))
+        return reshard.rows[sources], reshard.columns[targets]

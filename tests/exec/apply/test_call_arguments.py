@@ -1,0 +1,134 @@
+"""Arguments as `jax.jit` takes them: static ones, keywords, partial functions and donation, in programs and steps."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autoshard
+from autoshard import UserError
+
+
+def step(params: Any, x: Any, depth: int, scale: float = 2.0, *, kind: str = "relu") -> Any:
+    for _ in range(depth):
+        x = getattr(jax.nn, kind)(x @ params["w"]) * scale
+    return {"w": params["w"] - x.mean()}, x.sum()
+
+
+def by_name(params: Any, *, y: Any, x: Any) -> Any:
+    return {"w": params["w"] - x.mean()}, ((x @ params["w"]) * y).sum()
+
+
+def values() -> tuple[Any, Any]:
+    return {"w": jax.random.normal(jax.random.key(0), (16, 16))}, jax.random.normal(jax.random.key(1), (8, 16))
+
+
+def planned(fn: Any, args: Any) -> tuple[autoshard.Plan, autoshard.Program]:
+    program = autoshard.trace(fn, args)
+    return autoshard.plan(program, topology="cpu:8", mesh="data=8"), program
+
+
+def same(got: Any, want: Any) -> None:
+    for each, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(each, other, rtol=1e-5, atol=1e-5)
+
+
+def test_static_arguments_are_those_of_jit() -> None:
+    fn = jax.jit(step, static_argnums=(2,), static_argnames=("kind",))
+    params, x = values()
+    plan, program = planned(fn, {"params": params, "x": x, "depth": 2, "kind": "tanh"})
+    assert list(plan.arguments) == ["params.w", "x"]
+    want = fn(params, x, 2, kind="tanh")
+    run = plan.jit(fn)
+    same(run(params, x, 2, kind="tanh"), want)
+    same(run(params, depth=2, x=x, kind="tanh"), want)
+    same(plan.jit(program)(params, x, 2), want)
+    # Another value makes another program.
+    with pytest.raises(UserError, match="the computation has changed"):
+        run(params, x, 3, kind="tanh")
+    with pytest.raises(UserError, match="the computation has changed"):
+        run(params, x, 2)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        jax.jit(step, static_argnames=("depth", "kind")),
+        functools.partial(jax.jit, static_argnames="depth")(step),
+        jax.jit(step, static_argnums=-3 + 5),
+    ],
+)
+def test_static_names_count_by_position_too(fn: Any) -> None:
+    params, x = values()
+    plan, _ = planned(fn, (params, x, 2))
+    same(plan.jit(fn)(params, x, 2), step(params, x, 2))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        functools.partial(step, depth=2, kind="tanh"),
+        jax.jit(functools.partial(step, depth=2, kind="tanh")),
+        functools.partial(jax.jit(step, static_argnames=("depth", "kind")), depth=2, kind="tanh"),
+    ],
+)
+def test_partial_functions_have_the_rest_of_the_arguments(fn: Any) -> None:
+    params, x = values()
+    plan, _ = planned(fn, (params, x))
+    same(plan.jit(fn)(params, x), step(params, x, 2, kind="tanh"))
+
+
+def test_a_partial_function_shifts_static_positions() -> None:
+    params, x = values()
+    fn = functools.partial(jax.jit(step, static_argnums=2), params)
+    plan, _ = planned(fn, (x, 2))
+    same(plan.jit(fn)(x, 2), step(params, x, 2))
+
+
+def test_arguments_that_have_names_alone_follow_the_others() -> None:
+    params, x = values()
+    plan, program = planned(by_name, {"y": 2 * x, "x": x, "params": params})
+    assert list(plan.arguments) == ["params.w", "x", "y"]
+    want = by_name(params, x=x, y=2 * x)
+    same(plan.jit(by_name)(params, x=x, y=2 * x), want)
+    same(plan.jit(by_name)(y=2 * x, x=x, params=params), want)
+    same(plan.jit(program)(params, y=2 * x, x=x), want)
+
+
+@pytest.mark.parametrize("donation", [{"donate_argnums": 0}, {"donate_argnames": "params"}])
+def test_donation_is_that_of_jit(donation: Any) -> None:
+    fn = jax.jit(step, static_argnames="depth", **donation)
+    params, x = values()
+    plan, program = planned(fn, (params, x, 2))
+    assert program.donate_argnums == (0,) and [a.donated for a in program.arguments] == [True, False]
+    run = plan.jit(fn)
+    want = step(params, x, 2)
+    there = jax.device_put(params, run.shardings(params, x, 2)[0])
+    same(run(there, x, 2), want)
+    assert there["w"].is_deleted()
+    kept = jax.device_put(values()[0], run.shardings(params, x, 2)[0]) if params["w"].is_deleted() else params
+    same(plan.jit(fn, donate_argnums=())(kept, x, 2), want)
+    assert not kept["w"].is_deleted()
+
+
+def test_a_static_value_without_a_hash_is_refused() -> None:
+    params, x = values()
+
+    def scaled(params: Any, x: Any, factors: Any) -> Any:
+        return {"w": params["w"] * factors[0]}, x.sum() * factors[1]
+
+    fn = jax.jit(scaled, static_argnums=2)
+    with pytest.raises(ValueError, match="Non-hashable"):
+        fn(params, x, [2.0, 3.0])
+    with pytest.raises(UserError, match="static argument without a hash"):
+        planned(fn, (params, x, [2.0, 3.0]))
+
+
+def test_names_that_a_function_lacks_are_refused() -> None:
+    params, x = values()
+    with pytest.raises(UserError, match="`by_name` cannot be called so: .*'z'"):
+        autoshard.trace(by_name, {"params": params, "x": x, "y": x, "z": x})
+    assert jnp.isfinite(by_name(params, x=x, y=x)[1])
