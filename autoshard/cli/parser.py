@@ -286,7 +286,7 @@ def build_parser() -> argparse.ArgumentParser:
         capacity_commands.run_degrees,
         "choose degrees of parallelism for a decoder under a GPU framework",
     )
-    degrees.add_argument("program", metavar="PROGRAM", help="hf:CONFIG of a dense decoder")
+    degrees.add_argument("program", metavar="PROGRAM", help="hf:CONFIG of a decoder, dense or with experts")
     degrees.add_argument("--topology", required=True, metavar="NAME", help="GPUs, such as h100:8*16 or gb200:72*4")
     degrees.add_argument("--batch", required=True, type=positive, metavar="N", help="sequences of a step, of all GPUs")
     degrees.add_argument("--seq", required=True, type=positive, metavar="N", help="tokens of a sequence")

@@ -98,7 +98,7 @@ def _check_counts(fields: dict[str, Any], origin: str) -> None:
                 raise UserError(f"`{origin}`: {key} is {str(value)[:60]!r}, expected a whole number from 1 to {most}.")
 
 
-_DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
+_DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2")
 """Model types of dense decoders whose fields have the names in `_sizes`."""
 _QK_NORM = ("qwen3",)
 """Model types that normalise queries and keys."""
@@ -124,6 +124,9 @@ def config_dims(fields: Mapping[str, Any], record: type[Dims]) -> Dims | None:
         if kind == "mixtral":
             experts = {"experts": fields["num_local_experts"], "active_experts": fields["num_experts_per_tok"]}
             return record(**_sizes(fields), **experts)
+        if kind == "qwen3_moe" and not fields.get("mlp_only_layers") and fields.get("decoder_sparse_step", 1) == 1:
+            experts = {"experts": fields["num_experts"], "active_experts": fields["num_experts_per_tok"]}
+            return record(**_sizes(fields), **experts, expert_width=fields["moe_intermediate_size"], qk_norm=True)
         if kind == "deepseek_v3":
             return record(**_latent_experts(fields))
     except (KeyError, TypeError, ZeroDivisionError):
