@@ -313,6 +313,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     explain.add_argument("--entry", metavar="NAME", help="name in model.py (default: as it was)")
     explain.add_argument(
+        "--solve", action="store_true", help="solve all other decisions again for the eight most promising specs"
+    )
+    explain.add_argument(
         "--time-limit", type=seconds, default=60.0, metavar="S", help="processor seconds to solve (default: 60)"
     )
 

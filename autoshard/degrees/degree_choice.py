@@ -1,7 +1,6 @@
 """Choice of degrees of parallelism for a decoder under an eager framework on GPUs: all degrees, priced and sorted."""
 
 import dataclasses
-import itertools
 import pathlib
 from collections.abc import Iterator
 
@@ -148,21 +147,12 @@ def _runs(decoder: Decoder, topology: Topology, framework: str, batch: int, seq:
                 for zero in ZEROS[framework] if dp > 1 else ZEROS[framework][:1]:
                     if micro > _MOST_MICRO or (zero == 3 and pp > 1):
                         continue  # a stage would gather its layers again for every microbatch
-                    for recompute, ep in itertools.product(RECOMPUTED[framework], _expert_degrees(decoder, dp * tp)):
-                        yield GpuRun(
-                            decoder,
-                            topology,
-                            framework,
-                            seq,
-                            dp,
-                            tp,
-                            pp,
-                            micro,
-                            batch // dp // micro,
-                            zero,
-                            recompute,
-                            ep=ep,
+                    for recompute in RECOMPUTED[framework]:
+                        run = GpuRun(
+                            decoder, topology, framework, seq, dp, tp, pp, micro, batch // dp // micro, zero, recompute
                         )
+                        for ep in _expert_degrees(decoder, dp * tp):
+                            yield dataclasses.replace(run, ep=ep)
 
 
 def tensor_degrees(decoder: Decoder, topology: Topology) -> list[int]:

@@ -244,8 +244,8 @@ class GpuPrices:
     def layer_selective(self) -> Pass:
         """Price what torchtitan's policy by op computes again of one layer of one microbatch.
 
-        These are all ops but attention, exchanges, scatters over `tp`, and half of the matmuls. Every second of queries,
-        keys, values, output, `gate`, `up` and `down` is computed again. Grouped matmuls of experts all are.
+        These are all ops but attention, exchanges, scatters over `tp`, and half of the matmuls. Every second of
+        queries, keys, values, output, `gate`, `up` and `down` is computed again. Grouped matmuls of experts all are.
         """
         run, decoder = self.run, self.run.decoder
         device = self._elementwise(False)
