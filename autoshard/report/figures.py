@@ -52,12 +52,17 @@ def recipe_line(plan: Plan) -> str:
     A decision that the plan does not record, such as recomputation in a program of the user, is left out.
     """
     options = {} if plan.source is None else dict(plan.source.options)
+    if plan.source is not None and plan.source.is_configuration:
+        trained = {"remat": "none", "optimizer": "adamw"} if options.get("train") else {}
+        options = trained | {"dtype": "bfloat16"} | options
     options |= {} if plan.recipe is None else plan.recipe.chosen
     called = {word for call in plan.calls for part, word in _KERNELS.items() if part in call.name}
     scores = any(row.kind in ("exponential", "exp") for row in plan.ops) and not called
     attention = sorted(called) or (["attention in memory"] if options.get("attention") == "plain" and scores else [])
     words = [*attention]
     words += [f"{name} {value}" for name in ("remat", "microbatches", "host") if (value := options.get(name))]
+    words += [options["optimizer"]] if options.get("optimizer") else []
+    words += [f"computed in {options['dtype']}"] if options.get("dtype") else []
     by_role = {role: _largest_dtype(plan, role) for role in ("parameter", "frozen", "optimizer_state")}
     named = {"parameter": "parameters", "frozen": "frozen parameters", "optimizer_state": "optimizer state"}
     words += [f"{named[role]} {dtype}" for role, dtype in by_role.items() if dtype]
