@@ -196,16 +196,24 @@ def run_explain(arguments: argparse.Namespace, answer: TextIO) -> int:
     Return 0. Raises `UserError` as `reopen` and `explain_plan` do.
     """
     need_no_accelerator()
-    from autoshard.planning import explain_plan, explanation_figures, load_plan, reopen
+    from autoshard.planning import explain_plan, explanation_figures, load_plan, named, reopen
     from autoshard.report import explanation_report
 
     plan = load_plan(arguments.plan)
+    named(plan, arguments.name)  # a wrong name is refused before the program is traced
     with show_progress(arguments) as progress:
         source = program_source(arguments, plan, progress)
         stand_in_devices(source, plan.topology)
-        program = reopen(plan, arguments.program, arguments.entry)
+        program = reopen(plan, arguments.program, arguments.entry, kept=True)
         progress(f"Pricing what else {arguments.name} could be")
-        explanation = explain_plan(plan, arguments.name, program, time_limit=arguments.time_limit)
+        explanation = explain_plan(
+            plan,
+            arguments.name,
+            program,
+            solve=arguments.solve,
+            kept=True,
+            time_limit=arguments.time_limit,
+        )
     if arguments.json:
         print_json(explanation_figures(explanation), answer)
     else:

@@ -286,7 +286,7 @@ def build_parser() -> argparse.ArgumentParser:
         capacity_commands.run_degrees,
         "choose degrees of parallelism for a decoder under a GPU framework",
     )
-    degrees.add_argument("program", metavar="PROGRAM", help="hf:CONFIG of a dense decoder")
+    degrees.add_argument("program", metavar="PROGRAM", help="hf:CONFIG of a decoder, dense or with experts")
     degrees.add_argument("--topology", required=True, metavar="NAME", help="GPUs, such as h100:8*16 or gb200:72*4")
     degrees.add_argument("--batch", required=True, type=positive, metavar="N", help="sequences of a step, of all GPUs")
     degrees.add_argument("--seq", required=True, type=positive, metavar="N", help="tokens of a sequence")
@@ -312,6 +312,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--program", metavar="PROGRAM", help="path of the program (default: its path at planning); a Python file is run"
     )
     explain.add_argument("--entry", metavar="NAME", help="name in model.py (default: as it was)")
+    explain.add_argument(
+        "--solve", action="store_true", help="solve all other decisions again for the eight most promising specs"
+    )
     explain.add_argument(
         "--time-limit", type=seconds, default=60.0, metavar="S", help="processor seconds to solve (default: 60)"
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from autoshard.cost import Topology
 from autoshard.degrees.gpu_run import GpuRun
-from autoshard.degrees.gpu_stage import host_figures
+from autoshard.degrees.gpu_stage import MachinePrices, host_figures
 from autoshard.degrees.gpu_step import GpuStep, price_step
 from autoshard.degrees.node_waits import steadiest, waits
 from autoshard.errors import UserError
@@ -16,7 +16,9 @@ from autoshard.serving import Decoder
 
 ZEROS = {"torchtitan": (2, 3), "megatron-core": (0, 1)}
 """Frameworks that degrees are chosen for, and the ZeRO stages of each."""
-_DENSE = ("llama", "mistral", "qwen2", "qwen3")
+RECOMPUTED = {"torchtitan": ("none", "selective", "full"), "megatron-core": ("none", "full")}
+"""Modes of activation checkpointing of each framework."""
+_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "qwen3_moe")
 """Types of configurations (`model_type`) for which degrees are chosen."""
 _MOST_MICRO = 16
 """Sequences of the largest microbatch that is tried."""
@@ -48,33 +50,31 @@ class DegreeChoice:
     def mfu(self) -> float:
         """Model FLOPs of a step over the peak bf16 FLOPs of all GPUs in its time, with half of the scores masked."""
         decoder, run = self.run.decoder, self.run
-        multiplied = decoder.layers * decoder.dense_layer_params + decoder.table_params
-        # Six FLOPs for each parameter and token. Attention has 12 for each layer, width and key; half are masked.
-        flops = run.tokens * (6.0 * multiplied + 6.0 * decoder.layers * decoder.width * run.seq)
+        # Six FLOPs for each parameter and token. Attention has 12 for each layer, width of heads and key; half are
+        # masked.
+        heads = decoder.heads * decoder.head_size
+        flops = run.tokens * (6.0 * decoder.matmul_params + 6.0 * decoder.layers * heads * run.seq)
         peak = run.topology.peak_flops("bf16") * run.topology.num_devices
         return flops / (self.step.seconds * peak)
 
 
 def gpu_decoder(program: str) -> Decoder:
-    """Return the dims of a dense decoder's configuration, `hf:NAME` or `hf:PATH`.
+    """Return the dims of a decoder's configuration, `hf:NAME` or `hf:PATH`, with or without experts.
 
-    Raises: UserError for another program, for a model that is no such decoder, and for heads that do not make up its
-    width.
+    Raises: UserError for another program, for a model that is no such decoder, and for layers of several kinds.
     """
     if not program.startswith("hf:"):
         raise UserError(f"degrees are chosen for a configuration, hf:CONFIG; found {program!r}.")
     name, fields = read_config(program.removeprefix("hf:"))
-    if fields["model_type"] not in _DENSE:
+    if fields["model_type"] not in _TYPES:
         raise UserError(
-            f"{name} is of the type {fields['model_type']}; degrees are chosen for dense decoders: {', '.join(_DENSE)}."
+            f"{name} is of the type {fields['model_type']}; degrees are chosen for decoders: {', '.join(_TYPES)}."
         )
     decoder = config_dims(fields, Decoder)
     if decoder is None:
         raise UserError(f"{name} does not state all dims of a decoder; degrees are chosen for stated dims.")
-    if decoder.head_size * decoder.heads != decoder.width:
-        raise UserError(
-            f"{name} has heads of {decoder.head_size}, which do not make up its width; they are not priced."
-        )
+    if decoder.dense_layers or decoder.shared_experts:
+        raise UserError(f"{name} has mixtures with dense layers or shared experts, which are not priced.")
     return decoder
 
 
@@ -101,7 +101,10 @@ def choose_degrees(
     place = Topology.parse(str(topology))
     if place.chip.name not in host_figures().attention_efficiency["flash"]:
         raise UserError(f"{place.name} has no GPUs; degrees are chosen for topologies such as h100:8*16.")
-    choices = [DegreeChoice(run, price_step(run)) for run in _runs(decoder, place, framework, batch, seq)]
+    machine = MachinePrices(place)
+    choices = [
+        DegreeChoice(run, price_step(run, machine=machine)) for run in _runs(decoder, place, framework, batch, seq)
+    ]
     choices = [each for each in choices if each.step.runs]
     if not choices:
         raise UserError(
@@ -121,21 +124,21 @@ def choose_degrees(
 
 
 def format_degrees(run: GpuRun) -> str:
-    """Return a plan in a few words: `dp8 tp4 pp1 ZeRO-2 micro 1 recompute`, the last one if layers are recomputed."""
+    """Return a plan in a few words: `dp8 tp4 pp1 ZeRO-2 micro 1 AC full`, with experts also `ep8`."""
     words = [f"dp{run.dp}", f"tp{run.tp}", f"pp{run.pp}", f"ZeRO-{run.zero}", f"micro {run.micro_batch}"]
-    return " ".join(words + (["recompute"] if run.recompute == "full" else []))
+    words[3:3] = [f"ep{run.ep}"] if run.decoder.experts > 1 else []
+    return " ".join(words + ([] if run.recompute == "none" else [f"AC {run.recompute}"]))
 
 
 def _runs(decoder: Decoder, topology: Topology, framework: str, batch: int, seq: int) -> Iterator[GpuRun]:
     """Yield every combination of degrees, microbatch, ZeRO stage and recomputation that divides devices and batch.
 
-    Tensor parallelism divides heads of keys, MLP width and vocabulary, and fits an island. A single replica has the
-    least ZeRO stage. Microbatches have at most `_MOST_MICRO` sequences, and stage 3 no pipeline.
+    Tensor parallelism divides heads of keys (`tensor_degrees`), and fits an island. Experts are divided over GPUs of a
+    stage. A single replica has the least ZeRO stage. Microbatches have at most `_MOST_MICRO` sequences, and stage 3 no
+    pipeline.
     """
     devices = topology.num_devices
-    for tp in _divisors(min(devices, topology.shape[0])):
-        if decoder.kv_heads % tp or decoder.mlp_width % tp or decoder.vocabulary % tp or devices % tp:
-            continue
+    for tp in tensor_degrees(decoder, topology):
         for pp in _divisors(devices // tp):
             dp = devices // tp // pp
             if batch % dp or pp > decoder.layers:
@@ -144,10 +147,30 @@ def _runs(decoder: Decoder, topology: Topology, framework: str, batch: int, seq:
                 for zero in ZEROS[framework] if dp > 1 else ZEROS[framework][:1]:
                     if micro > _MOST_MICRO or (zero == 3 and pp > 1):
                         continue  # a stage would gather its layers again for every microbatch
-                    for recompute in ("none", "full"):
-                        yield GpuRun(
+                    for recompute in RECOMPUTED[framework]:
+                        run = GpuRun(
                             decoder, topology, framework, seq, dp, tp, pp, micro, batch // dp // micro, zero, recompute
                         )
+                        for ep in _expert_degrees(decoder, dp * tp):
+                            yield dataclasses.replace(run, ep=ep)
+
+
+def tensor_degrees(decoder: Decoder, topology: Topology) -> list[int]:
+    """Return the degrees of tensor parallelism inside an island that split whole heads of keys, MLP and vocabulary.
+
+    Both frameworks refuse a degree that does not divide the heads of keys: neither replicates heads.
+    """
+    inner = decoder.mlp_width if decoder.experts == 1 else 0
+    return [
+        tp
+        for tp in _divisors(min(topology.num_devices, topology.shape[0]))
+        if not (decoder.kv_heads % tp or inner % tp or decoder.vocabulary % tp or topology.num_devices % tp)
+    ]
+
+
+def _expert_degrees(decoder: Decoder, devices: int) -> list[int]:
+    """Return the numbers of GPUs of a stage of `devices` that can divide the experts; 1 alone for a dense decoder."""
+    return [each for each in _divisors(decoder.experts) if devices % each == 0]
 
 
 def _divisors(number: int) -> list[int]:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.base.units import GIB
-from autoshard.degrees.degree_choice import DegreeChoice, format_degrees
+from autoshard.degrees.degree_choice import DegreeChoice, format_degrees, tensor_degrees
 from autoshard.degrees.node_waits import INDISTINCT
 
 
@@ -25,12 +25,14 @@ def degree_figures(choices: Sequence[DegreeChoice]) -> dict[str, Any]:
                 "dp": each.run.dp,
                 "tp": each.run.tp,
                 "pp": each.run.pp,
+                "ep": each.run.ep,
                 "zero": each.run.zero,
                 "micro_batch": each.run.micro_batch,
                 "accumulation": each.run.accumulation,
                 "recompute": each.run.recompute,
                 "step_time_s": each.step.seconds,
                 "parts_s": each.step.parts,
+                "eager_s": each.step.eager_seconds,
                 "mfu": each.mfu,
                 "waits": each.waits,
                 "peak_gib": each.step.peak_bytes / GIB,
@@ -48,19 +50,24 @@ def degree_report(choices: Sequence[DegreeChoice]) -> RenderableType:
     The first of `choices` fits and is the recommended one, as `choose_degrees` returns them.
     """
     fitting = [each for each in choices if each.fits]
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim")
+    shown = fitting[:_SHOWN]
+    # The plan that people try first has a row in any case.
+    shown += [each for each in fitting[_SHOWN:] if each.run.tp * each.run.pp * each.run.ep == 1][:1]
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0, header_style="dim")
     table.add_column("plan", no_wrap=True)
+    table.add_column("AC", no_wrap=True)
     for column in ("step", "MFU", "GiB", "bubble", "sums", "waits"):
         table.add_column(column, justify="right", no_wrap=True)
-    for each in fitting[:_SHOWN]:
+    for each in shown:
         parts = each.step.parts
         table.add_row(
-            format_degrees(each.run),
+            format_degrees(each.run).split(" AC ")[0],
+            each.run.recompute,
             f"{each.step.seconds:.4g} s",
-            f"{100 * each.mfu:.1f} %",
+            f"{100 * each.mfu:.0f} %",
             f"{each.step.peak_bytes / GIB:.1f}",
-            f"{100 * parts['bubble'] / each.step.seconds:.1f} %",
-            f"{100 * parts['gradients'] / each.step.seconds:.1f} %",
+            f"{100 * parts['bubble'] / each.step.seconds:.0f} %",
+            f"{100 * parts['gradients'] / each.step.seconds:.0f} %",
             f"{each.waits}",
         )
     best, fastest = fitting[0], min(fitting, key=lambda each: each.step.seconds)
@@ -76,13 +83,31 @@ def degree_report(choices: Sequence[DegreeChoice]) -> RenderableType:
         else f"; the fastest is {format_degrees(fastest.run)}, which waits {fastest.waits} times."
     )
     limit = f"A GPU holds {best.limit_bytes / GIB:.1f} GiB of tensors. "
-    return Group(table, Text(), Text(limit + text, style="dim"))
+    return Group(table, Text(), Text(limit + text, style="dim"), *(Text(each, style="dim") for each in _notes(best)))
+
+
+def _notes(best: DegreeChoice) -> list[str]:
+    """Return sentences on the first plan: its time without a compiler, and degrees that heads of keys rule out."""
+    run, step = best.run, best.step.seconds
+    notes = [
+        f"Kernels are priced one by one, as without torch.compile: all but matmuls and attention take "
+        f"{best.step.eager_seconds:.3g} s of the first plan's {step:.4g} s. `autoshard plan` prices a compiled step, "
+        "which fuses most of them."
+    ]
+    island, kv_heads = min(run.topology.num_devices, run.topology.shape[0]), run.decoder.kv_heads
+    if island > kv_heads:
+        notes.append(
+            f"tp is {max(tensor_degrees(run.decoder, run.topology))} at most: {run.framework} splits whole heads of "
+            f"keys, of which there are {kv_heads}, and replicates none."
+        )
+    return notes
 
 
 def torchtitan_toml(choice: DegreeChoice) -> str:
     """Return the sections of torchtitan's TOML configuration that set these degrees.
 
-    With a pipeline a local batch is all microbatches of a replica, else one of them.
+    With a pipeline a local batch is all microbatches of a replica, else one of them. The second line states the flags
+    of torchtitan 0.3, which reads no file.
     """
     run = choice.run
     local = run.micro_batch * (run.accumulation if run.pp > 1 else 1)
@@ -105,11 +130,28 @@ def torchtitan_toml(choice: DegreeChoice) -> str:
         f"pipeline_parallel_degree = {run.pp}",
         *(pipeline if run.pp > 1 else []),
         "context_parallel_degree = 1",
+        *([f"expert_parallel_degree = {run.ep}"] if run.decoder.experts > 1 else []),
         "",
         "[activation_checkpoint]",
         f'mode = "{run.recompute}"',
+        *(['selective_ac_option = "op"'] if run.recompute == "selective" else []),
     ]
+    lines.insert(
+        1, f"# torchtitan 0.3 takes flags: {' '.join(_flags(lines[1:]))} activation-checkpoint:{run.recompute}"
+    )
     return "\n".join(lines) + "\n"
+
+
+def _flags(lines: Sequence[str]) -> list[str]:
+    """Return the keys of torchtitan's `training` and `parallelism` sections as command-line flags."""
+    flags, section = [], ""
+    for line in lines:
+        if line.startswith("["):
+            section = line.strip("[]")
+        elif line and section != "activation_checkpoint":
+            key, value = line.split(" = ")
+            flags.append(f"--{section}.{key} {value.strip(chr(34))}")
+    return flags
 
 
 def megatron_arguments(choice: DegreeChoice) -> str:
@@ -136,6 +178,21 @@ def megatron_arguments(choice: DegreeChoice) -> str:
         f"--num-query-groups {decoder.kv_heads}",
         f"--seq-length {run.seq}",
         f"--max-position-embeddings {run.seq}",
+        *(
+            [
+                f"--num-experts {decoder.experts}",
+                f"--moe-router-topk {decoder.active_experts}",
+                f"--moe-ffn-hidden-size {decoder.expert_inner}",
+                f"--expert-model-parallel-size {run.ep}",
+                "--expert-tensor-parallel-size 1",
+                "--moe-token-dispatcher-type alltoall",
+                "--moe-grouped-gemm",
+            ]
+            if decoder.experts > 1
+            else []
+        ),
+        *([] if decoder.head_size * decoder.heads == decoder.width else [f"--kv-channels {decoder.head_size}"]),
+        *(["--qk-layernorm"] if decoder.qk_norm else []),
         "--swiglu",
         "--normalization RMSNorm",
         "--position-embedding-type rope",

@@ -90,7 +90,7 @@ class GpuRun:
     zero: int
     """ZeRO stage, the state split over replicas. 0: none; 1: optimizer state; 2: gradients too; 3: parameters too."""
     recompute: str
-    """`none`, or `full`: layers save only their input."""
+    """`none`, `selective` (torchtitan's policy by op, `SelectiveSaves`), or `full`: layers save only their input."""
     chunks: int = 1
     """Chunks of layers in a stage of an interleaved schedule."""
     dtype: str = "bf16"
@@ -99,6 +99,8 @@ class GpuRun:
     """Bytes of one element of a gradient when it is summed over replicas; 0 for the framework's."""
     stated_batch: int = 0
     """Sequences of a step according to the source; 0 if the source does not state it."""
+    ep: int = 1
+    """GPUs that divide a layer's experts, of the `dp * tp` of a stage; tokens are sent to them and back."""
 
     def __post_init__(self) -> None:
         """Check degrees, stated batch, ZeRO stage and recomputation. Raises: UserError for the first that is wrong."""
@@ -114,8 +116,12 @@ class GpuRun:
             )
         if self.zero not in (0, 1, 2, 3):
             raise UserError(f"ZeRO stage {self.zero} does not exist; stages are 0, 1, 2 and 3")
-        if self.recompute not in ("none", "full"):
-            raise UserError(f"recomputation {self.recompute!r} is not priced; known are none and full")
+        if self.recompute not in ("none", "selective", "full"):
+            raise UserError(f"recomputation {self.recompute!r} is not priced; known are none, selective and full")
+        if self.dp * self.tp % self.ep:
+            raise UserError(f"ep {self.ep} does not divide dp {self.dp} x tp {self.tp}")
+        if self.decoder.experts % self.ep:
+            raise UserError(f"ep {self.ep} does not divide the {self.decoder.experts} experts")
 
     @property
     def batch(self) -> int:
@@ -126,6 +132,24 @@ class GpuRun:
     def tokens(self) -> int:
         """Tokens of a step over all replicas."""
         return self.batch * self.seq
+
+    @property
+    def expert_replicas(self) -> int:
+        """GPUs of a stage that hold the same experts before ZeRO divides them."""
+        return self.dp * self.tp // self.ep
+
+    def split_parameters(self, layers: float, tables: float = 0) -> tuple[tuple[float, int], ...]:
+        """Return parameters that one GPU holds before ZeRO, with the number of its replicas: dense ones, then experts.
+
+        - `layers`, `tables`: number of layers and of tables (embedding, head) to count.
+        """
+        decoder = self.decoder
+        if decoder.experts == 1:
+            return (((layers * decoder.dense_layer_params + tables * decoder.table_params) / self.tp, self.dp),)
+        router = decoder.width * decoder.experts
+        dense = (layers * decoder.attention_params + tables * decoder.table_params) / self.tp + layers * router
+        experts = layers * decoder.experts * decoder.expert_params / self.ep
+        return ((dense, self.dp), (experts, self.expert_replicas))
 
     @property
     def eager(self) -> EagerFramework:

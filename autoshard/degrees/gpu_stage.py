@@ -10,7 +10,7 @@ import functools
 import json
 import pathlib
 
-from autoshard.cost import Collectives, Compute, Kind, make_mesh
+from autoshard.cost import Collectives, Compute, Kind, Topology, make_mesh
 from autoshard.degrees.gpu_run import GpuRun
 
 
@@ -63,44 +63,120 @@ class Pass:
 NOTHING = Pass(0.0, 0.0)
 
 
-class GpuPrices:
-    """Prices of one microbatch of a run's parts on one GPU; `figures` default to `host_figures`."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerMatmul:
+    """Sizes of `count` equal matmuls `[rows, contracted] x [contracted, columns]` on one GPU."""
 
-    def __init__(self, run: GpuRun, figures: HostFigures | None = None) -> None:
+    rows: float
+    columns: float
+    contracted: float
+    block: str = ""
+    """`begins` or `ends` a block of tensor parallelism, with a collective; empty for neither."""
+    count: int = 1
+
+
+class MachinePrices:
+    """Prices of matmuls and collectives on one topology, each computed once for all runs that share them."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self.compute = Compute(topology)
+        self._wires: dict[tuple[tuple[str, int], ...], Collectives] = {}
+        self._seconds: dict[tuple[float, float, float, int, str], float] = {}
+
+    def wires(self, **axes: int) -> Collectives:
+        """Return the prices of collectives on a mesh of named axes, major first."""
+        key = tuple(axes.items())
+        if key not in self._wires:
+            self._wires[key] = Collectives(make_mesh(self.topology, axes))
+        return self._wires[key]
+
+    def dot_seconds(self, m: float, n: float, k: float, count: int, dtype: str) -> float:
+        """Return the seconds of `count` matmuls `[m, k] x [k, n]`, as `Compute.dot_seconds` prices them."""
+        key = (m, n, k, count, dtype)
+        if key not in self._seconds:
+            self._seconds[key] = float(self.compute.dot_seconds(m, n, k, count, dtype=dtype))
+        return self._seconds[key]
+
+
+class GpuPrices:
+    """Prices of one microbatch of a run's parts on one GPU.
+
+    - `figures`: figures of the host; `host_figures` by default.
+    - `machine`: prices that runs on the same topology share; new ones by default.
+    """
+
+    def __init__(self, run: GpuRun, figures: HostFigures | None = None, machine: MachinePrices | None = None) -> None:
         self.run = run
         self.figures = figures or host_figures()
-        self.compute = Compute(run.topology)
-        self.wires = Collectives(make_mesh(run.topology, {"pp": run.pp, "dp": run.dp, "tp": run.tp}))
+        self.machine = machine or MachinePrices(run.topology)
+        self.compute = self.machine.compute
+        self.wires = self.machine.wires(pp=run.pp, dp=run.dp, tp=run.tp)
+        self.expert_wires = self.machine.wires(pp=run.pp, replicas=run.expert_replicas, ep=run.ep)
         self.tokens = run.micro_batch * run.seq
         self.spread = run.tp if run.eager.sequence_parallel else 1
         """Parts into which the residual stream is cut."""
+        self.routed = self.tokens / self.spread * run.decoder.active_experts
+        """Rows that the experts of one GPU see."""
 
     def collective(self, kind: Kind, axis: str, size_bytes: float) -> float:
         """Return the seconds of one collective over one of `dp`, `tp`, `pp`; sizes are those of `Collectives`."""
         return float(self.wires.time(kind, (axis,), size_bytes))
 
-    def matmul(self, m: float, n: float, k: float) -> float:
-        """Return the seconds of one matmul `[m, k] x [k, n]` in the run's dtype, with its traffic and overhead."""
-        return float(self.compute.dot_seconds(m, n, k, dtype=self.run.dtype))
+    def replicas(self, layers: float, tables: float = 0) -> list[tuple[float, Collectives, str]]:
+        """Return parameters of one GPU with the collectives and the axis of their replicas, of which there are several.
+
+        - `layers`, `tables`: as in `GpuRun.split_parameters`.
+        """
+        dense, *experts = self.run.split_parameters(layers, tables)
+        shares = [(*dense, self.wires, "dp"), *((*each, self.expert_wires, "replicas") for each in experts)]
+        return [(held, wires, axis) for held, replicas, wires, axis in shares if replicas > 1]
+
+    def matmul(self, m: float, n: float, k: float, count: int = 1) -> float:
+        """Return the seconds of `count` matmuls `[m, k] x [k, n]` in the run's dtype, with traffic and overhead."""
+        return self.machine.dot_seconds(m, n, k, count, self.run.dtype)
 
     def streamed(self, size_bytes: float, ops: float) -> float:
         """Return the seconds of `ops` kernels that stream `size_bytes` in all, with their overheads."""
         return float(self.compute.memory_seconds(size_bytes)) + ops * self.compute.calibration.op_overhead_s
 
-    def _matmuls(self) -> list[tuple[float, float, float, bool]]:
-        """Return (rows, columns, contracted, begins a tensor-parallel block) of a layer's matmuls on one GPU.
+    def _matmuls(self) -> list[LayerMatmul]:
+        """Return a layer's matmuls on one GPU: queries with keys and values, output, up with gate, and down.
 
-        They are queries with keys and values, output, up with gate, and down.
+        Experts have the last two for each expert of this GPU, with an equal share of the routed rows. A router is
+        before them.
         """
         decoder, tp = self.run.decoder, self.run.tp
-        kv = 2 * decoder.kv_heads * decoder.head_size
-        up = (2 if decoder.gated else 1) * decoder.mlp_width
-        return [
-            (self.tokens, (decoder.width + kv) / tp, decoder.width, True),
-            (self.tokens, decoder.width, decoder.width / tp, False),
-            (self.tokens, up / tp, decoder.width, True),
-            (self.tokens, decoder.width, decoder.mlp_width / tp, False),
+        queries, keys = decoder.heads * decoder.head_size, decoder.kv_heads * decoder.head_size
+        ups = 2 if decoder.gated else 1
+        matmuls = [
+            LayerMatmul(self.tokens, (queries + 2 * keys) / tp, decoder.width, "begins"),
+            LayerMatmul(self.tokens, decoder.width, queries / tp, "ends"),
         ]
+        if decoder.experts == 1:
+            return [
+                *matmuls,
+                LayerMatmul(self.tokens, ups * decoder.mlp_width / tp, decoder.width, "begins"),
+                LayerMatmul(self.tokens, decoder.width, decoder.mlp_width / tp, "ends"),
+            ]
+        experts = decoder.experts // self.run.ep
+        rows = self.routed / experts
+        return [
+            *matmuls,
+            LayerMatmul(self.tokens / self.spread, decoder.experts, decoder.width),
+            LayerMatmul(rows, ups * decoder.expert_inner, decoder.width, count=experts),
+            LayerMatmul(rows, decoder.width, decoder.expert_inner, count=experts),
+        ]
+
+    def _exchanges(self) -> float:
+        """Return the seconds in which one pass sends a layer's routed rows to their experts and back; 0 without `ep`.
+
+        Routing is balanced.
+        """
+        if self.run.ep == 1:
+            return 0.0
+        size = 2.0 * self.routed * self.run.decoder.width
+        return 2 * float(self.expert_wires.time("all-to-all", ("ep",), size))
 
     def _attention(self, backward: bool) -> float:
         """Return the seconds of attention: one kernel with scores on chip, or matmuls with scores in memory.
@@ -127,43 +203,76 @@ class GpuPrices:
         run, decoder = self.run, self.run.decoder
         each = run.eager.backward_bytes if backward else run.eager.forward_bytes
         size = each["hidden"] * self.tokens * decoder.width / self.spread
-        size += each["ffn"] * self.tokens * decoder.mlp_width / run.tp
-        size += each["rotary"] * self.tokens * decoder.width / run.tp
+        if decoder.experts == 1:
+            size += each["ffn"] * self.tokens * decoder.mlp_width / run.tp
+        else:
+            # Rows are read and written at 2 bytes an element when they are sorted by expert, and when they return.
+            size += self.routed * (each["ffn"] * decoder.expert_inner + 8.0 * decoder.width)
+        size += each["rotary"] * self.tokens * decoder.heads * decoder.head_size / run.tp
         size += each["scores"] * run.micro_batch * decoder.heads / run.tp * run.seq * run.seq
         ops = run.eager.backward_ops if backward else run.eager.forward_ops
         # About eight ops are matmuls and attention, whose prices contain their own overhead.
         return self.streamed(size * self.figures.eager_traffic, max(0, ops - 8))
+
+    def elementwise_seconds(self, again: bool) -> float:
+        """Return the device seconds of a layer's kernels that a compiler fuses, forward (twice if `again`) and back."""
+        return (2 if again else 1) * self._elementwise(False) + self._elementwise(True)
 
     def _host(self, backward: bool) -> float:
         """Return the seconds in which the host launches a layer's ops, and its collectives if `tp` is above 1."""
         eager = self.run.eager
         ops = eager.backward_ops if backward else eager.forward_ops
         calls = (eager.backward_collectives if backward else eager.forward_collectives) if self.run.tp > 1 else 0
+        # Rough count of a mixture's further ops: routing, sorting, counting, and the exchanges with their sizes.
+        ops += 30 if self.run.decoder.experts > 1 else 0
         return (ops + calls) * self.figures.host_op_s
 
     def layer_forward(self) -> Pass:
-        """Price one layer of one microbatch, forward, with its two gathers and scatters, or sums, over `tp`."""
-        device = sum(self.matmul(m, n, k) for m, n, k, _ in self._matmuls())
-        device += self._attention(False) + self._elementwise(False)
+        """Price one layer of one microbatch, forward, with its gathers and scatters, or sums, over `tp`."""
+        matmuls = self._matmuls()
+        device = sum(self.matmul(each.rows, each.columns, each.contracted, each.count) for each in matmuls)
+        device += self._attention(False) + self._elementwise(False) + self._exchanges()
         if self.run.tp > 1:
             size = 2.0 * self.tokens * self.run.decoder.width
             if self.run.eager.sequence_parallel:
                 both = self.collective("all-gather", "tp", size) + self.collective("reduce-scatter", "tp", size)
             else:
                 both = self.collective("all-reduce", "tp", size)
-            device += 2 * both
+            device += sum(each.block == "begins" for each in matmuls) * both
+        return Pass(device, self._host(False))
+
+    def layer_selective(self) -> Pass:
+        """Price what torchtitan's policy by op computes again of one layer of one microbatch.
+
+        These are all ops but attention, exchanges, scatters over `tp`, and half of the matmuls. Every second of
+        queries, keys, values, output, `gate`, `up` and `down` is computed again. Grouped matmuls of experts all are.
+        """
+        run, decoder = self.run, self.run.decoder
+        device = self._elementwise(False)
+        device += self.matmul(self.tokens, decoder.kv_heads * decoder.head_size / run.tp, decoder.width)
+        device += self.matmul(self.tokens, decoder.width, decoder.heads * decoder.head_size / run.tp)
+        if decoder.experts == 1:
+            device += self.matmul(self.tokens, decoder.mlp_width / run.tp, decoder.width)
+        else:
+            experts = [each for each in self._matmuls() if not each.block]
+            device += sum(self.matmul(each.rows, each.columns, each.contracted, each.count) for each in experts)
+        if run.tp > 1:
+            gathers = 2 if decoder.experts == 1 else 1
+            device += gathers * self.collective("all-gather", "tp", 2.0 * self.tokens * decoder.width)
         return Pass(device, self._host(False))
 
     def layer_backward(self) -> Pass:
         """Price the gradients of one layer of one microbatch, and their addition to the buffer; no recomputation."""
         run = self.run
-        device = self._attention(True) + self._elementwise(True)
+        device = self._attention(True) + self._elementwise(True) + self._exchanges()
         size = 2.0 * self.tokens * run.decoder.width
-        for m, n, k, begins in self._matmuls():
-            rows, weights = self.matmul(m, k, n), self.matmul(k, n, m)
+        for each in self._matmuls():
+            m, n, k = each.rows, each.columns, each.contracted
+            rows, weights = self.matmul(m, k, n, each.count), self.matmul(k, n, m, each.count)
             device += rows + weights
-            if run.tp == 1:
+            if run.tp == 1 or not each.block:
                 continue
+            begins = each.block == "begins"
             if not run.eager.sequence_parallel:
                 device += self.collective("all-reduce", "tp", size) if begins else 0.0
                 continue
@@ -171,20 +280,20 @@ class GpuPrices:
                 device += max(0.0, self.collective("reduce-scatter", "tp", size) - weights)
             else:
                 device += self.collective("all-gather", "tp", size)
-        return Pass(device + self._accumulated(run.decoder.dense_layer_params), self._host(True))
+        return Pass(device + self._accumulated(sum(held for held, _ in run.split_parameters(1))), self._host(True))
 
     def _accumulated(self, parameters: float) -> float:
         """Return the seconds in which a microbatch's gradients are added to their buffer.
 
         Zero if the framework has no buffer, or if a step has one microbatch and gradients of 2 bytes.
 
-        - `parameters`: parameters of the part before they are split over `tp`.
+        - `parameters`: parameters of the part on one GPU.
         """
         eager, run = self.run.eager, self.run
         if not eager.accumulated or run.accumulation == 1 and eager.gradient_bytes == 2:
             return 0.0
         # The 16-bit gradient is read, and the buffer is read and written.
-        return self.streamed((2 + 2 * eager.gradient_bytes) * parameters / run.tp, 4)
+        return self.streamed((2 + 2 * eager.gradient_bytes) * parameters, 4)
 
     def head(self, backward: bool) -> Pass:
         """Price the head and the loss of one microbatch, forward or backward, with the collectives over `tp`."""
@@ -198,7 +307,7 @@ class GpuPrices:
             device += self.matmul(self.tokens, decoder.width, columns) + self.matmul(
                 decoder.width, columns, self.tokens
             )
-            device += self._accumulated(decoder.table_params)
+            device += self._accumulated(decoder.table_params / run.tp)
         else:
             device += self.matmul(self.tokens, columns, decoder.width)
         if run.tp > 1:
@@ -216,7 +325,7 @@ class GpuPrices:
         size = (12.0 if backward else 4.0) * self.tokens * decoder.width
         device = self.streamed(size, 4)
         if backward and not (decoder.tied and run.pp == 1):
-            device += self._accumulated(decoder.table_params)
+            device += self._accumulated(decoder.table_params / run.tp)
         if run.tp > 1:
             kind: Kind = "all-gather" if backward else "reduce-scatter"
             device += self.collective(kind, "tp", 2.0 * self.tokens * decoder.width)

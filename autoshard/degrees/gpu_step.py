@@ -3,7 +3,7 @@
 import dataclasses
 
 from autoshard.degrees.gpu_run import GpuRun, GpuStage, gpu_stages, waiting
-from autoshard.degrees.gpu_stage import NOTHING, GpuPrices, HostFigures, Pass
+from autoshard.degrees.gpu_stage import NOTHING, GpuPrices, HostFigures, MachinePrices, Pass
 
 
 _ADAM_BYTES = 34.0
@@ -24,21 +24,25 @@ class GpuStep:
     """True if every stage has work."""
     parts: dict[str, float]
     """Seconds by part: `microbatches`, `bubble`, `gradients`, `optimizer`."""
+    eager_seconds: float = 0.0
+    """Seconds of kernels of layers other than matmuls and attention, which a compiler would fuse."""
 
 
-def price_step(run: GpuRun, figures: HostFigures | None = None) -> GpuStep:
+def price_step(run: GpuRun, figures: HostFigures | None = None, machine: MachinePrices | None = None) -> GpuStep:
     """Price one step of a run: seconds of all microbatches, the bubble, the sums of gradients and the update.
 
-    `figures` replace the shipped ones of `host_figures`. If a stage has no work, the step has infinite seconds and
+    `figures` and `machine` are as in `GpuPrices`. If a stage has no work, the step has infinite seconds and
     bytes, and no parts.
     """
     stages = gpu_stages(run)
     if stages is None:
         return GpuStep(float("inf"), float("inf"), False, {})
-    prices = GpuPrices(run, figures)
+    prices = GpuPrices(run, figures, machine)
     forward, backward = prices.layer_forward(), prices.layer_backward()
     if run.recompute == "full":
         backward = backward + forward
+    elif run.recompute == "selective":
+        backward = backward + prices.layer_selective()
     if run.zero == 3:
         forward, backward = _gathered(prices, forward, backward)
     ends = {(name, late): getattr(prices, name)(late) for name in ("embedding", "head") for late in (False, True)}
@@ -60,7 +64,9 @@ def price_step(run: GpuRun, figures: HostFigures | None = None) -> GpuStep:
         # Overlapped sums are hidden, but for the share that contention exposes.
         gradients += (prices.figures.contention - 1.0) * overlap
     parts = {"microbatches": busy, "bubble": bubble, "gradients": gradients, "optimizer": optimizer}
-    return GpuStep(sum(parts.values()), max(_stage_bytes(run, s, n) for n, s in enumerate(stages)), True, parts)
+    peak = max(_stage_bytes(run, s, n) for n, s in enumerate(stages))
+    eager = prices.elementwise_seconds(run.recompute != "none") * run.accumulation * stages[0].layers
+    return GpuStep(sum(parts.values()), peak, True, parts, eager)
 
 
 def _gathered(prices: GpuPrices, forward: Pass, backward: Pass) -> tuple[Pass, Pass]:
@@ -70,13 +76,12 @@ def _gathered(prices: GpuPrices, forward: Pass, backward: Pass) -> tuple[Pass, P
     reduce-scatter of a layer's gradients.
     """
     run = prices.run
-    size = 2.0 * run.decoder.dense_layer_params / run.tp
-    gather = prices.collective("all-gather", "dp", size) if run.dp > 1 else 0.0
-    scatter = (
-        prices.collective("reduce-scatter", "dp", size * (run.reduced_bytes or run.eager.gradient_bytes) / 2)
-        if run.dp > 1
-        else 0.0
-    )
+    gather = scatter = 0.0
+    for parameters, wires, axis in prices.replicas(1):
+        size = 2.0 * parameters
+        reduced = size * (run.reduced_bytes or run.eager.gradient_bytes) / 2
+        gather += float(wires.time("all-gather", (axis,), size))
+        scatter += float(wires.time("reduce-scatter", (axis,), reduced))
     return (
         _beside(forward, gather, prices.figures.contention),
         _beside(backward, gather + scatter, prices.figures.contention),
@@ -96,15 +101,9 @@ def _beside(each: Pass, sent: float, contention: float) -> Pass:
     return Pass(longer + contention * shorter, each.host)
 
 
-def _parameters(run: GpuRun, stage: GpuStage) -> float:
-    """Return the number of a stage's parameters on one GPU of its tensor-parallel group.
-
-    A tied table on a stage with both embedding and head counts once.
-    """
-    tables = stage.embedding + stage.head
-    if run.decoder.tied and stage.embedding and stage.head:
-        tables = 1
-    return (stage.layers * run.decoder.dense_layer_params + tables * run.decoder.table_params) / run.tp
+def _tables(run: GpuRun, stage: GpuStage) -> int:
+    """Return the number of tables of a stage; a tied table with both embedding and head counts once."""
+    return 1 if run.decoder.tied and stage.embedding and stage.head else stage.embedding + stage.head
 
 
 def _updated(prices: GpuPrices, stages: tuple[GpuStage, ...]) -> tuple[float, float]:
@@ -115,19 +114,22 @@ def _updated(prices: GpuPrices, stages: tuple[GpuStage, ...]) -> tuple[float, fl
     gradients.
     """
     run = prices.run
-    parameters = max(_parameters(run, stage) for stage in stages)
+    largest = max(
+        stages, key=lambda each: sum(held for held, _ in run.split_parameters(each.layers, _tables(run, each)))
+    )
+    shares = run.split_parameters(largest.layers, _tables(run, largest))
     sums = 0.0
-    if run.dp > 1 and run.zero < 3:
+    for parameters, wires, axis in prices.replicas(largest.layers, _tables(run, largest)) if run.zero < 3 else ():
         bucket = run.eager.bucket_bytes or 2.0 * parameters
         count = 2.0 * parameters / bucket
         size = bucket / 2.0 * run.eager.gradient_bytes
         if run.zero:
-            each = prices.collective("reduce-scatter", "dp", size) + prices.collective("all-gather", "dp", bucket)
+            each = wires.time("reduce-scatter", (axis,), size) + wires.time("all-gather", (axis,), bucket)
         else:
-            each = prices.collective("all-reduce", "dp", size)
-        sums = count * each
-    mine = parameters / (run.dp if run.zero else 1)
-    all_gradients = parameters / (run.dp if run.zero == 3 else 1)
+            each = wires.time("all-reduce", (axis,), size)
+        sums += count * float(each)
+    mine = sum(held / (replicas if run.zero else 1) for held, replicas in shares)
+    all_gradients = sum(held / (replicas if run.zero == 3 else 1) for held, replicas in shares)
     # 200 is a rough count of the kernels of an update.
     return sums, prices.streamed(_ADAM_BYTES * mine + _NORM_BYTES * all_gradients, 200)
 
@@ -140,22 +142,50 @@ def _stage_bytes(run: GpuRun, stage: GpuStage, place: int) -> float:
     - `place`: number of the stage from 0.
     """
     eager, decoder = run.eager, run.decoder
-    parameters = _parameters(run, stage)
-    over = [run.dp if run.zero >= least else 1 for least in (1, 2, 3)]
-    copies = 2.0 if eager.gradient_copies and run.dp > 1 else 0.0
-    # Float32 parameter and two moments; the gradient; the 16-bit parameter. Each is split from its ZeRO stage on.
-    state = parameters * (12.0 / over[0] + eager.gradient_bytes / over[1] + 2.0 / over[2] + copies)
+    state = 0.0
+    for parameters, replicas in run.split_parameters(stage.layers, _tables(run, stage)):
+        over = [replicas if run.zero >= least else 1 for least in (1, 2, 3)]
+        copies = 2.0 if eager.gradient_copies and replicas > 1 else 0.0
+        # Float32 parameter and two moments; the gradient; the 16-bit parameter. Each is split from its ZeRO stage on.
+        state += parameters * (12.0 / over[0] + eager.gradient_bytes / over[1] + 2.0 / over[2] + copies)
     tokens = run.micro_batch * run.seq
     spread = run.tp if eager.sequence_parallel else 1
+    routed = tokens / spread * decoder.active_experts
     saved_bytes = eager.kept_bytes
-    layer = saved_bytes["hidden"] * tokens * decoder.width / spread
+    # Heads may be wider than the residual stream; the counts do not tell the two apart.
+    layer = saved_bytes["hidden"] * tokens * max(decoder.width, decoder.heads * decoder.head_size) / spread
     layer += saved_bytes["gathered"] * tokens * decoder.width
-    layer += saved_bytes["ffn"] * decoder.mlp_width * tokens / run.tp
-    layer += saved_bytes["scores"] * run.micro_batch * decoder.heads / run.tp * run.seq * run.seq
-    if run.recompute == "full":
-        saved = 2.0 * tokens * decoder.width / spread
-        activations = saved * stage.layers * waiting(run, place) + layer
+    if decoder.experts == 1:
+        layer += saved_bytes["ffn"] * decoder.mlp_width * tokens / run.tp
     else:
-        activations = layer * stage.layers * waiting(run, place)
+        # Rows sorted by expert, and the rows that return, have 2 bytes an element.
+        layer += routed * (saved_bytes["ffn"] * decoder.expert_inner + 4.0 * decoder.width)
+    layer += saved_bytes["scores"] * run.micro_batch * decoder.heads / run.tp * run.seq * run.seq
+    flying = stage.layers * waiting(run, place)
+    if run.recompute == "none":
+        activations = layer * flying
+    elif run.recompute == "full":
+        activations = 2.0 * tokens * decoder.width / spread * flying + layer
+    else:
+        activations = _selective_bytes(run) * flying + layer
     logits = saved_bytes["logits"] * tokens * decoder.vocabulary / run.tp * stage.head
     return state + activations + logits
+
+
+def _selective_bytes(run: GpuRun) -> float:
+    """Return the bytes that torchtitan's policy by op saves of one layer for one microbatch.
+
+    These are 16-bit results: the input; queries, values, attention, `gate` and `down` (`GpuPrices.layer_selective`);
+    with `tp` the two scattered sums. Experts save the rows after both exchanges.
+    """
+    decoder, tokens = run.decoder, run.micro_batch * run.seq
+    spread = run.tp if run.eager.sequence_parallel else 1
+    queries, keys = decoder.heads * decoder.head_size, decoder.kv_heads * decoder.head_size
+    elements = tokens * (decoder.width / spread + (2 * queries + keys) / run.tp)
+    if decoder.experts == 1:
+        elements += tokens * (decoder.mlp_width / run.tp + decoder.width)
+        elements += 2 * tokens * decoder.width / spread if run.tp > 1 else 0
+    else:
+        elements += 2 * tokens / spread * decoder.active_experts * decoder.width if run.ep > 1 else 0
+        elements += tokens * decoder.width / spread if run.tp > 1 else 0
+    return 2.0 * elements

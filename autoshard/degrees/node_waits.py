@@ -34,6 +34,8 @@ def waits(run: GpuRun) -> int:
     if run.tp > island:
         # Each layer has two blocks with two passes, each with a gather and a scatter, or with one all-reduce.
         messages += (8 if run.eager.sequence_parallel else 4) * layers * ticks
+    if run.ep > island:
+        messages += 4 * layers * ticks  # rows to their experts and back, forward and backward
     # ZeRO 0 sums in two phases, 1 scatters and gathers. 2 scatters for each microbatch and gathers once. 3 gathers a
     # layer forward and backward and scatters its gradients, for each microbatch.
     if run.dp > 1 and run.dp * run.tp > island:

@@ -3,11 +3,11 @@
 import math
 
 from autoshard.cost import Topology
-from autoshard.errors import UserError
+from autoshard.errors import FormError, UserError
 from autoshard.exports.export_text import comment, head, unpinned
 from autoshard.exports.form_writers import writes
 from autoshard.planning import Plan, maxtext_uses, planned_remat
-from autoshard.program import Policy
+from autoshard.program import Policy, read_config
 from autoshard.report.display import clean
 
 
@@ -32,6 +32,7 @@ def maxtext_text(plan: Plan, sentence: str) -> str:
             if part > 1:
                 key = f"{prefix}_{use}_parallelism"
                 settings[key] = settings.get(key, 1) * part
+    _check_heads(plan, math.prod(size for key, size in settings.items() if key.endswith("_tensor_parallelism")))
     remat, missing = _remat(plan)
     piped, unpiped = _pipeline(plan, math.prod(plan.mesh[axis] for axis, use in uses.items() if use == "pipeline"))
     lacks = (
@@ -43,6 +44,26 @@ def maxtext_text(plan: Plan, sentence: str) -> str:
     )
     body = "".join(f"{key}: {value}\n" for key, value in settings.items()) + piped + remat
     return head(plan, lacks, sentence) + "".join(map(comment, notes)) + body
+
+
+def _check_heads(plan: Plan, degree: int) -> None:
+    """Raise `FormError` if MaxText's tensor parallelism of that degree does not divide the heads of keys of a decoder.
+
+    MaxText splits heads of queries and of keys by one degree, replicates none, and refuses others when it starts. The
+    number of heads is known for programs of a configuration only.
+    """
+    if plan.source is None or not plan.source.is_configuration:
+        return
+    try:
+        fields = read_config(plan.source.program.removeprefix("hf:"))[1]
+    except UserError:  # the file has moved, and the plan does not state the number
+        return
+    heads = fields.get("num_key_value_heads") or fields.get("num_attention_heads")
+    if heads and heads % degree:
+        raise FormError(
+            f"MaxText splits {heads} heads of keys over {degree} devices of tensor parallelism, which do not divide "
+            f"them; plan with an axis of {math.gcd(heads, degree)} in place of {degree}, such as with --mesh."
+        )
 
 
 def _pipeline(plan: Plan, parts: int) -> tuple[str, list[str]]:

@@ -14,6 +14,7 @@ from autoshard.planning.explain.explanation import Alternative as Alternative
 from autoshard.planning.explain.explanation import Explanation as Explanation
 from autoshard.planning.explain.explanation import explain_plan as explain_plan
 from autoshard.planning.explain.explanation import explanation_figures as explanation_figures
+from autoshard.planning.explain.explanation import named as named
 from autoshard.planning.explain.explanation import reopen as reopen
 from autoshard.planning.explain.program_graph import ProgramGraph as ProgramGraph
 from autoshard.planning.explain.program_graph import program_graph as program_graph

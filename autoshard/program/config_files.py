@@ -1,6 +1,8 @@
 """Model configurations, bundled or in a user's file, and the dims of their decoders."""
 
 import difflib
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,8 +37,9 @@ def bundled() -> list[str]:
 def read_config(given: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return (short name, fields) of a configuration.
 
-    `given` is the mapping of fields, or names a JSON file, a folder with a `config.json`, or a bundled configuration.
-    The short name is the file's stem, for a `config.json` its folder's name, for a mapping its `model_type`.
+    `given` is the mapping of fields, or names a JSON file, a folder with a `config.json`, a bundled configuration, or a
+    model of the hub (`OWNER/NAME`) whose `config.json` is in the local cache of huggingface_hub. The short name is the
+    file's stem, for a `config.json` its folder's name, for a model of the hub its own, for a mapping its `model_type`.
     Raises `UserError` if there is no such configuration, or if it is not that of a model.
     """
     if not isinstance(given, str):
@@ -49,7 +52,10 @@ def read_config(given: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     path = Path(text)
     if path.is_dir():
         path = path / "config.json"
-    if not path.is_file():
+    hub_name = ""
+    if not path.is_file() and (hub_id := _HUB_ID.fullmatch(text)):
+        path, hub_name = _cached_config(text), hub_id[2]
+    elif not path.is_file():
         path = _FOLDER / f"{text}.json"
         if not path.is_file():
             near = difflib.get_close_matches(text, bundled(), 3, 0.5)
@@ -66,7 +72,32 @@ def read_config(given: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         raise UserError(f"`{path}` is not a readable JSON file: {reason}.") from None
     _check_fields(fields, str(path))
     name = path.parent.name if path.stem == "config" and path.parent.name else path.stem
-    return name, fields
+    return hub_name or name, fields
+
+
+_HUB_ID = re.compile(r"([\w-][\w.-]*)/([\w-][\w.-]*(?<!\.json))")
+"""Owner and name of a model of Hugging Face's hub."""
+
+
+def _cached_config(model: str) -> Path:
+    """Return the `config.json` of a model of the hub in the local cache, of its main branch if several are there.
+
+    Raises `UserError` if it is not there, with the command that gets it.
+    """
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+    folder = cache / f"models--{model.replace('/', '--')}"
+    main = folder / "refs" / "main"
+    revisions = [main.read_text().strip()] if main.is_file() else []
+    revisions += sorted(each.name for each in (folder / "snapshots").glob("*"))
+    for revision in revisions:
+        path = folder / "snapshots" / revision / "config.json"
+        if path.is_file():
+            return path
+    raise UserError(
+        f"`hf:{model}` is neither a file nor in the cache {cache}: get it once with `hf download {model} config.json`, "
+        "or name the path of its config.json."
+    )
 
 
 def _check_fields(fields: Any, origin: str) -> None:
@@ -98,7 +129,7 @@ def _check_counts(fields: dict[str, Any], origin: str) -> None:
                 raise UserError(f"`{origin}`: {key} is {str(value)[:60]!r}, expected a whole number from 1 to {most}.")
 
 
-_DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
+_DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2")
 """Model types of dense decoders whose fields have the names in `_sizes`."""
 _QK_NORM = ("qwen3",)
 """Model types that normalise queries and keys."""
@@ -124,6 +155,9 @@ def config_dims(fields: Mapping[str, Any], record: type[Dims]) -> Dims | None:
         if kind == "mixtral":
             experts = {"experts": fields["num_local_experts"], "active_experts": fields["num_experts_per_tok"]}
             return record(**_sizes(fields), **experts)
+        if kind == "qwen3_moe" and not fields.get("mlp_only_layers") and fields.get("decoder_sparse_step", 1) == 1:
+            experts = {"experts": fields["num_experts"], "active_experts": fields["num_experts_per_tok"]}
+            return record(**_sizes(fields), **experts, expert_width=fields["moe_intermediate_size"], qk_norm=True)
         if kind == "deepseek_v3":
             return record(**_latent_experts(fields))
     except (KeyError, TypeError, ZeroDivisionError):

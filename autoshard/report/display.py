@@ -100,6 +100,27 @@ def readable(cause: str) -> str:
     return f"{name} ({', '.join(facts)})" if facts else name
 
 
+_OPS = {
+    "dot_general": "matmul", "dot": "matmul", "conv_general_dilated": "convolution", "convolution": "convolution",
+    "reduce_sum": "sum", "reduce_max": "maximum", "add_any": "add", "select_n": "select", "exp": "exponential",
+    "exponential": "exponential", "integer_pow": "power", "convert_element_type": "cast", "convert": "cast",
+    "dynamic_slice": "slice", "dynamic_update_slice": "update of a slice", "broadcast_in_dim": "broadcast",
+    "mul": "multiply", "sub": "subtract", "div": "divide", "neg": "negate", "rsqrt": "inverse root",
+    "custom_partitioning": "kernel",
+}  # fmt: skip
+"""Words for JAX's names of ops."""
+_EINSUM = re.compile(r"^[\w.,]*->[\w.]*$")
+
+
+def op_words(name: str) -> str:
+    """Return words for an op: `jit(f)/transpose(jvp(Block))/up/dot_general` becomes `Block up matmul (backward)`."""
+    if "jit(" not in name:
+        return name  # a tensor, or an op that its framework named
+    path, bracket, facts = readable(name).partition(" (")
+    parts = [_OPS.get(part, part.replace("_", " ")) for part in path.split("/") if not _EINSUM.match(part)]
+    return f"{' '.join(parts) or path}{bracket}{facts}"
+
+
 def fold(names: Iterable[str], key: Callable[[str], Any]) -> list[tuple[str, list[str]]]:
     """Group names with equal patterns and equal `key`, in order of first appearance: (displayed name, members).
 

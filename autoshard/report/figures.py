@@ -27,6 +27,7 @@ def plan_figures(plan: Plan, wall_s: Mapping[str, float] | None = None) -> dict[
         "objective": plan.objective,
         "lower_bound": plan.lower_bound,
         "words": list(plan.words),
+        "recipe_line": recipe_line(plan),
         "fixed": list(fixed_lines(plan)),
         "baselines": {name: prediction_figures(baseline) for name, baseline in plan.baselines.items()},
         "recipe": plan.provenance.get("recipe"),
@@ -39,6 +40,42 @@ def plan_figures(plan: Plan, wall_s: Mapping[str, float] | None = None) -> dict[
     if wall_s is not None:
         figures["wall_s"] = {phase: round(seconds, 4) for phase, seconds in wall_s.items()}
     return figures
+
+
+_KERNELS = {"splash": "splash attention", "cudnn_attention": "cuDNN attention", "ring": "ring attention"}
+"""Parts of names of custom calls, and what the recipe line says of them."""
+
+
+def recipe_line(plan: Plan) -> str:
+    """Return the decisions of the step besides mesh and sharding in a line: attention, recomputation, dtypes.
+
+    A decision that the plan does not record, such as recomputation in a program of the user, is left out.
+    """
+    options = {} if plan.source is None else dict(plan.source.options)
+    if plan.source is not None and plan.source.is_configuration:
+        trained = {"remat": "none", "optimizer": "adamw"} if options.get("train") else {}
+        options = trained | {"dtype": "bfloat16"} | options
+    options |= {} if plan.recipe is None else plan.recipe.chosen
+    called = {word for call in plan.calls for part, word in _KERNELS.items() if part in call.name}
+    scores = any(row.kind in ("exponential", "exp") for row in plan.ops) and not called
+    attention = sorted(called) or (["attention in memory"] if options.get("attention") == "plain" and scores else [])
+    words = [*attention]
+    words += [f"{name} {value}" for name in ("remat", "microbatches", "host") if (value := options.get(name))]
+    words += [options["optimizer"]] if options.get("optimizer") else []
+    words += [f"computed in {options['dtype']}"] if options.get("dtype") else []
+    by_role = {role: _largest_dtype(plan, role) for role in ("parameter", "frozen", "optimizer_state")}
+    named = {"parameter": "parameters", "frozen": "frozen parameters", "optimizer_state": "optimizer state"}
+    words += [f"{named[role]} {dtype}" for role, dtype in by_role.items() if dtype]
+    return ", ".join(map(str, words)) or "no parameters"
+
+
+def _largest_dtype(plan: Plan, role: str) -> str:
+    """Return the dtype of the largest argument of a role; empty if there is none."""
+    sizes = {
+        name: tensor_bytes(plan.shapes[name], plan.dtypes[name]) for name, own in plan.roles.items() if own == role
+    }
+    sizes = {name: size for name, size in sizes.items() if name in plan.arguments}
+    return plan.dtypes[max(sizes, key=lambda name: sizes[name])] if sizes else ""
 
 
 def pipeline_figures(plan: Plan) -> dict[str, Any] | None:

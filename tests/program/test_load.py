@@ -1,9 +1,11 @@
 """Program files and `hf:` names: the ones that load, and the errors of those that do not."""
 
+import json
+
 import pytest
 
 from autoshard.errors import UserError
-from autoshard.program import load_program, open_source
+from autoshard.program import load_program, open_source, read_config
 
 
 JAX = "import jax, jax.numpy as jnp\nX = jax.ShapeDtypeStruct((4, 8), jnp.float32)\n"
@@ -229,3 +231,25 @@ def test_a_configuration_file_of_the_users(tmp_path):
     )
     program = open_source(f"hf:{tmp_path}", batch=2, seq=8)
     assert program.results[0].shape == (2, 8, 64) and program.name == f"{tmp_path.name} inference"
+
+
+def test_a_model_of_the_hub_is_read_from_the_local_cache(tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    get = "`hf:Some/Llama-1B` is neither a file nor in the cache .*hub: get it once with `hf download Some/Llama-1B "
+    with pytest.raises(UserError, match=get):
+        read_config("Some/Llama-1B")
+    folder = tmp_path / "hub" / "models--Some--Llama-1B"
+    for revision, layers in (("aaaa", 2), ("bbbb", 3)):
+        (folder / "snapshots" / revision).mkdir(parents=True)
+        fields = {"model_type": "llama", "num_hidden_layers": layers}
+        (folder / "snapshots" / revision / "config.json").write_text(json.dumps(fields))
+    assert read_config("Some/Llama-1B") == ("Llama-1B", {"model_type": "llama", "num_hidden_layers": 2})
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("bbbb")
+    assert read_config("Some/Llama-1B")[1]["num_hidden_layers"] == 3
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
+    with pytest.raises(UserError, match="elsewhere: get it once with"):
+        read_config("Some/Llama-1B")
+    with pytest.raises(UserError, match="is neither a file nor a bundled configuration"):
+        read_config("Some/model.json")

@@ -34,6 +34,7 @@ def test_torchtitan_reads_the_batch_and_the_degrees() -> None:
         per_step = training["local_batch_size"] * degrees["data_parallel_shard_degree"]
         assert 32 % per_step == 0 and (choice.run.pp == 1 or per_step == 32)
         assert document["activation_checkpoint"]["mode"] == choice.run.recompute
+        assert ("selective_ac_option" in document["activation_checkpoint"]) == (choice.run.recompute == "selective")
         assert degrees["fsdp_reshard_after_forward"] == ("always" if choice.run.zero == 3 else "never")
 
 
@@ -46,3 +47,13 @@ def test_megatron_gets_degrees_and_dims() -> None:
     for line in ("--global-batch-size 32", "--use-distributed-optimizer", "--recompute-granularity full"):
         assert line in arguments
     assert "--num-query-groups 8" in arguments and "--untie-embeddings-and-output-weights" in arguments
+
+
+def test_experts_are_written_for_both_frameworks() -> None:
+    for framework, line in (
+        ("torchtitan", "expert_parallel_degree = {}"),
+        ("megatron-core", "--expert-model-parallel-size {}"),
+    ):
+        choice = choose_degrees(gpu_decoder("hf:mixtral-tiny"), "h100:4", framework, batch=8, seq=256)[0]
+        assert line.format(choice.run.ep) in DEGREE_FORMS[framework](choice).splitlines()
+    assert "--num-experts 4" in DEGREE_FORMS["megatron-core"](choice)

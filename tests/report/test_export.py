@@ -22,8 +22,10 @@ from jax.sharding import AbstractMesh, NamedSharding
 import autoshard
 from autoshard import UserError
 from autoshard.base.units import format_seconds
+from autoshard.errors import FormError
 from autoshard.exec import jax_mesh
 from autoshard.exports import export_plan, make_export
+from autoshard.exports.maxtext_settings import maxtext_text
 from autoshard.planning import FORMS, Pin, Plan, Spec, dims_by_axis, hlo_sharding, layer_pattern
 
 
@@ -301,6 +303,21 @@ def test_maxtext_names_what_an_axis_does(plan: Plan, roles: tuple[str, ...], use
 
 
 @pytest.mark.heavy
+@pytest.mark.parametrize(("kv_heads", "fits"), [(8, True), (4, False), (1, False)])
+def test_maxtext_refuses_tensor_degrees_that_do_not_divide_heads_of_keys(
+    plan: Plan, tmp_path: Path, kv_heads: int, fits: bool
+):
+    fields = {"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": kv_heads}
+    (tmp_path / "few.json").write_text(json.dumps(fields))
+    source = {"source": {"program": f"hf:{tmp_path / 'few.json'}"}}
+    sourced = dataclasses.replace(plan, provenance=plan.provenance | source)
+    if fits:
+        assert "ici_tensor_parallelism: 8" in maxtext_text(sourced, "")
+        return
+    with pytest.raises(FormError, match=f"MaxText splits {kv_heads} heads of keys over 8 devices of tensor"):
+        maxtext_text(sourced, "")
+
+
 def test_experts_over_an_axis_in_parts_are_expert_parallelism(tmp_path: Path):
     config = json.loads(Path(autoshard.__file__).with_name("program").joinpath("configs/mixtral-tiny.json").read_text())
     (path := tmp_path / "wide.json").write_text(json.dumps(config | {"num_local_experts": 8}))

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from autoshard.cost import Topology, make_mesh
-from autoshard.planning import Plan, Spec, load_plan, save_plan
+from autoshard.planning import MeshTried, Plan, Spec, load_plan, save_plan
 from autoshard.report import html_report
+from autoshard.report.figures import recipe_line
 
 
 class Page(HTMLParser):
@@ -195,6 +196,25 @@ def test_it_says_which_mesh_axis_lies_where(plan: Plan):
     order = make_mesh(Topology.parse(plan.topology), plan.mesh).device_order
     assert words in html_report(dataclasses.replace(plan, device_order=order))
     assert words not in html_report(dataclasses.replace(plan, device_order=order[::-1]))  # ordered by hand
+
+
+def test_memory_timeline_and_tensors_come_before_other_meshes(plan: Plan):
+    meshes = tuple(MeshTried(mesh, "", 3.22, None, "chosen") for mesh in ("data=32,model=8", "data=64,model=4"))
+    page = html_report(dataclasses.replace(plan, meshes=meshes))
+    order = ["h-words", "h-ops", "h-memory", "h-timeline", "h-tensors", "h-what-if", "h-meshes", "h-provenance"]
+    places = [page.index(f'<h2 id="{name}">') for name in order]
+    assert places == sorted(places)
+    assert f"recipe: <bdi>{recipe_line(plan)}</bdi>" in page
+
+
+def test_hopeless_meshes_are_folded_away(plan: Plan):
+    step = plan.prediction.step_time_s
+    rows = [("data=32,model=8", step), ("data=64,model=4", 1.9 * step), ("data=256", 38 * step), ("model=256", None)]
+    meshes = tuple(MeshTried(mesh, "", seconds, None, "slower") for mesh, seconds in rows)
+    shown, _, folded = html_report(dataclasses.replace(plan, meshes=meshes)).partition('<details id="far-meshes">')
+    assert "2 more that take over twice as long or have no plan" in folded
+    assert [f"<bdi>{mesh.replace(',', ', ')}</bdi></td>" in shown for mesh, _ in rows] == [True, True, False, False]
+    assert all(f"<bdi>{mesh}</bdi></td>" in folded for mesh in ("data=256", "model=256"))
 
 
 def test_another_plan_is_compared(plan: Plan):

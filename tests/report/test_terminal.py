@@ -8,8 +8,9 @@ import pytest
 from rich.console import Console
 
 from autoshard.base.units import format_bytes, format_seconds
-from autoshard.planning import Plan
+from autoshard.planning import Call, Plan
 from autoshard.report import terminal_report
+from autoshard.report.figures import recipe_line
 
 
 def rendered(plan: Plan, width: int = 80, color: bool = False) -> str:
@@ -30,6 +31,16 @@ def test_tokens_a_second_stand_with_the_step(plan: Plan):
     counted = dataclasses.replace(plan, provenance=plan.provenance | {"tokens": 524288})
     assert rendered(counted, 120).splitlines()[3].startswith("STEP: 3.22 s, 163 k tokens/s (636 a device), MFU 61.6%")
     assert counted.tokens_per_s == pytest.approx(524288 / 3.22)
+
+
+def test_the_recipe_stands_below_the_step(plan: Plan):
+    line = rendered(plan, 120).splitlines()[4]
+    assert line.startswith("RECIPE: parameters ") and "optimizer state " in line
+    options = {"source": {"program": "hf:llama3-8b", "options": {"remat": "dots", "microbatches": 4}}}
+    stated = dataclasses.replace(plan, provenance=plan.provenance | options)
+    assert recipe_line(stated).startswith("remat dots, microbatches 4, parameters ")
+    call = Call(0, "splash_mha_fwd", (), (), ())
+    assert recipe_line(dataclasses.replace(stated, calls=(call,))).startswith("splash attention, remat dots")
 
 
 def test_a_plan_that_does_not_fit_says_so(plan: Plan):

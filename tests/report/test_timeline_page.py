@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from autoshard.planning import WAITS_FOR_HOST, Plan, Span
+from autoshard.report.display import op_words
 from autoshard.report.page.ops_page import MAIN, timeline_data
 
 
@@ -16,7 +17,7 @@ def test_every_span_is_in_its_row(plan: Plan):
     assert sum(span[3] for span in spans) == pytest.approx(sum(span.seconds for span in timeline.spans))
     assert [span[1] for span in data["rows"][0]["spans"]] == ["compute", "compute", "reduce-scatter", "compute"]
     assert data["names"][data["rows"][1]["spans"][0][0]] == "all-gather over data: model.layers.*.mlp.up_proj.weight"
-    assert "linear/dot_general (backward, in a loop)" in data["names"]
+    assert "linear matmul (backward, in a loop)" in data["names"]
 
 
 def test_waits_and_links_of_several_loops_have_their_own(plan: Plan):
@@ -37,3 +38,16 @@ def test_a_plan_without_spans_has_none(plan: Plan):
     assert plan.timeline is not None
     assert timeline_data(dataclasses.replace(plan, timeline=None)) is None
     assert timeline_data(dataclasses.replace(plan, timeline=dataclasses.replace(plan.timeline, spans=()))) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("jit(step)/transpose(jvp(Block))/up/dot_general", "Block up matmul (backward)"),
+        ("jit(step)/jvp()/BTNH,BSNH->BNTS/dot_general", "matmul (forward)"),
+        ("jit(step)/jvp()/while/body/reduce_max", "maximum (forward, in a loop)"),
+        ("model.layers.*.mlp.up_proj.weight", "model.layers.*.mlp.up_proj.weight"),
+    ],
+)
+def test_names_are_words(name: str, words: str):
+    assert op_words(name) == words

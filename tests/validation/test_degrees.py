@@ -2,12 +2,18 @@
 least is first.
 """
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from autoshard.degrees import DegreeChoice, choose_degrees, format_degrees, gpu_decoder
+from autoshard.cost import Topology
+from autoshard.degrees import DegreeChoice, choose_degrees, degree_report, format_degrees, gpu_decoder
+from autoshard.degrees.gpu_run import GpuRun
+from autoshard.degrees.gpu_stage import GpuPrices
+from autoshard.degrees.gpu_step import price_step
 from autoshard.errors import UserError
 
 
@@ -50,11 +56,11 @@ def test_dims_of_a_configuration() -> None:
     ("program", "topology", "framework", "batch", "message"),
     [
         (
-            "hf:mixtral-8x7b",
+            "hf:gemma2-tiny",
             "h100:8",
             "torchtitan",
             8,
-            "mixtral-8x7b is of the type mixtral; degrees are chosen",
+            "gemma2-tiny is of the type gemma2; degrees are chosen",
         ),
         ("hf:llama3-8b", "h100:8", "jax", 8, "degrees are chosen for torchtitan and megatron-core; found 'jax'"),
         ("hf:llama3-8b", "cpu:8", "torchtitan", 8, "cpu:8 has no GPUs"),
@@ -73,17 +79,88 @@ def test_bad_input(program: str, topology: str, framework: str, batch: int, mess
         choose_degrees(gpu_decoder(program), topology, framework, batch, 8192)
 
 
+def _config(path: Path, **fields: object) -> str:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
+    stated = {"model_type": "llama", **sizes, "vocab_size": 256} | fields
+    path.write_text(json.dumps({key: value for key, value in stated.items() if value is not None}))
+    return f"hf:{path}"
+
+
+QWEN3_30B = {
+    **{"model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768},
+    **{"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128},
+    **{"num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936},
+}
+
+
 def test_dims_that_are_not_priced(tmp_path: Path) -> None:
-    fields = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
-    fields |= {"num_attention_heads": 4, "vocab_size": 256}
-    for name, wrong, message in (
-        ("wide", {"head_dim": 32}, "wide has heads of 32, which do not make up its width"),
-        ("open", {"vocab_size": None}, "open does not state all dims of a decoder"),
-    ):
-        stated = {key: value for key, value in (fields | wrong).items() if value is not None}
-        (tmp_path / f"{name}.json").write_text(json.dumps(stated))
-        with pytest.raises(UserError, match=message):
-            gpu_decoder(f"hf:{tmp_path / f'{name}.json'}")
+    with pytest.raises(UserError, match="open does not state all dims of a decoder"):
+        gpu_decoder(_config(tmp_path / "open.json", vocab_size=None))
+
+
+def test_heads_wider_than_the_residual_stream_cost_more(tmp_path: Path) -> None:
+    narrow, wide = (gpu_decoder(_config(tmp_path / f"{size}.json", head_dim=size)) for size in (16, 32))
+    assert wide.attention_params == 2 * narrow.attention_params
+    steps = [choose_degrees(each, "h100:2", "torchtitan", batch=4, seq=4096)[0].step for each in (narrow, wide)]
+    assert steps[0].seconds < steps[1].seconds
+
+
+def test_plain_fsdp_fits_with_checkpointing_by_op() -> None:
+    choices = choose_degrees(gpu_decoder("hf:llama3-8b"), "h100:8", "torchtitan", batch=16, seq=8192)
+    fsdp = [each for each in choices if each.run.tp * each.run.pp == 1 and each.run.zero == 3 and each.fits]
+    assert [each.run.recompute for each in fsdp] == ["selective", "full", "full"]
+    micro_two = {each.run.recompute: each.step for each in choices if each.run.dp == 8 and each.run.micro_batch == 2}
+    none, selective, full = (micro_two[mode] for mode in ("none", "selective", "full"))
+    assert none.seconds < selective.seconds < full.seconds
+    assert none.peak_bytes > selective.peak_bytes > full.peak_bytes
+
+
+@pytest.mark.parametrize(("devices", "measured_gib"), [(8, 82.4), (128, 67.0)])
+def test_memory_of_measured_runs_with_checkpointing_by_op(devices: int, measured_gib: float) -> None:
+    topology = Topology.parse("h100:8" if devices == 8 else f"h100:8*{devices // 8}")
+    decoder = gpu_decoder("hf:llama3.1-8b")
+    run = GpuRun(decoder, topology, "torchtitan", 8192, devices, 1, 1, 2, 1, 3, "selective")
+    assert price_step(run).peak_bytes / 2**30 == pytest.approx(measured_gib, rel=0.02)
+
+
+def test_experts_are_divided_over_the_gpus_of_a_stage(tmp_path: Path) -> None:
+    decoder = gpu_decoder(_config(tmp_path / "qwen3.json", **QWEN3_30B))
+    choices = choose_degrees(decoder, "h100:8*2", "torchtitan", batch=128, seq=4096)
+    assert {each.run.ep for each in choices} == {1, 2, 4, 8, 16}
+    run = next(each.run for each in choices if each.run.ep == 8 and each.run.tp == 2 and each.run.pp == 1)
+    (dense, replicas), (experts, copies) = run.split_parameters(decoder.layers, 2)
+    assert (replicas, copies) == (8, 2)
+    router = decoder.layers * 2048 * 128
+    whole = 2 * (dense - router) + router + 8 * experts
+    assert whole == pytest.approx(decoder.params, rel=1e-3)
+    assert format_degrees(run).startswith("dp8 tp2 pp1 ep8 ZeRO-")
+
+
+def test_experts_of_one_gpu_take_the_time_of_their_matmuls(tmp_path: Path) -> None:
+    """Compare a mixture whose experts are all active with a dense MLP of all their widths."""
+    sizes = {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 2, "vocab_size": 512}
+    dense = gpu_decoder(_config(tmp_path / "dense.json", **sizes, intermediate_size=4 * 8192))
+    mixed = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 4, "intermediate_size": 8192}
+    mixture = gpu_decoder(_config(tmp_path / "mixed.json", **sizes, **mixed))
+    assert mixture.params == pytest.approx(dense.params, rel=1e-3)
+    seconds = []
+    for decoder in (dense, mixture):
+        run = GpuRun(decoder, Topology.parse("h100:1"), "torchtitan", 8192, 1, 1, 1, 1, 1, 3, "none")
+        prices = GpuPrices(run)
+        seconds.append(prices.layer_forward().device - prices.elementwise_seconds(False))
+    assert seconds[1] == pytest.approx(seconds[0], rel=0.1)
+
+
+@pytest.mark.parametrize(("kv_heads", "most"), [(4, 4), (1, 1)])
+def test_tensor_degrees_split_whole_heads_of_keys(tmp_path: Path, kv_heads: int, most: int) -> None:
+    fields = {"num_attention_heads": 8, "num_key_value_heads": kv_heads, "hidden_size": 512}
+    choices = choose_degrees(gpu_decoder(_config(tmp_path / "few.json", **fields)), "h100:8", "torchtitan", 8, 128)
+    assert max(each.run.tp for each in choices) == most
+    text = io.StringIO()
+    Console(file=text, width=300).print(degree_report(choices))
+    assert (
+        f"tp is {most} at most: torchtitan splits whole heads of keys, of which there are {kv_heads}" in text.getvalue()
+    )
 
 
 def test_words(choices: tuple[DegreeChoice, ...]) -> None:

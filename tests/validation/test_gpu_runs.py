@@ -106,7 +106,7 @@ def test_sums_in_buckets_wait_for_every_ring():
     [
         ({"dp": 3}, "dp 3 x tp 1 x pp 1 = 3, but h100:8 has 8 GPUs"),
         ({"zero": 4}, "ZeRO stage 4 does not exist; stages are 0, 1, 2 and 3"),
-        ({"recompute": "some"}, "recomputation 'some' is not priced; known are none and full"),
+        ({"recompute": "some"}, "recomputation 'some' is not priced; known are none, selective and full"),
         ({"stated_batch": 256}, "dp 8 x microbatch 1 x accumulation 8 = 64 sequences, but a step has 256"),
     ],
 )

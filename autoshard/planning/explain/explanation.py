@@ -28,8 +28,8 @@ from autoshard.solver import processor_seconds
 
 
 SOLVED = 8
-"""Most alternatives for which all other decisions are solved again. The rest are priced with all other decisions
-fixed, as are those that begin after the time limit.
+"""Most alternatives for which all other decisions are solved again on request. The rest are priced with all other
+decisions fixed, as are those that begin after the time limit.
 """
 
 SAME = 1e-9
@@ -86,29 +86,36 @@ class Explanation:
 
 @provides("explain")
 def explain_plan(
-    plan: Plan, name: str, program: Program | None = None, *, time_limit: float = 60.0, seed: int = 0
+    plan: Plan,
+    name: str,
+    program: Program | None = None,
+    *,
+    solve: bool = False,
+    kept: bool = False,
+    time_limit: float = 60.0,
+    seed: int = 0,
 ) -> Explanation:
     """Explain why argument or result `name` has its spec in a plan.
 
     - `plan`, `name`: plan, and a full name, a last part of it or a pattern (see `named`).
     - `program`: the plan's program; None opens it again from its source in the plan.
+    - `solve`: True solves all other decisions again for the `SOLVED` specs with the least step time.
+    - `kept`: True to take the program and its ops from the disk cache if they are there.
     - `time_limit`: processor seconds for all solves together; each solve gets an equal share of the rest, at least one
       second.
     - `seed`: seed of the solver.
 
-    The plan's own choices are priced again. For the `SOLVED` specs with the least step time under the plan's other
-    decisions, all other decisions are solved again.
-    The other specs are priced with all other decisions fixed.
+    The plan's own choices are priced again, and every other spec with all other decisions fixed.
 
     Raises `UserError` for a name that the plan does not have, and for a program that is not the plan's. Raises it also
     for a plan without choices, as older or other versions write.
     """
     name, *alike = named(plan, name)
-    program = as_planned(program or reopen(plan), plan)
+    program = as_planned(program or reopen(plan, kept=kept), plan)
     if program.fingerprint != plan.program_fingerprint:
         raise UserError(f"the program is not the one of the plan ({plan.program_name}): it has changed; plan it again.")
-    model, choices, required = _rebuild(plan, program)
-    explanation = _Explainer(plan, model, choices, required, time_limit, seed).explain(name)
+    model, choices, required = _rebuild(plan, program, kept)
+    explanation = _Explainer(plan, model, choices, required, time_limit if solve else 0.0, seed).explain(name)
     return dataclasses.replace(explanation, alike=tuple(alike))
 
 
@@ -129,11 +136,12 @@ def named(plan: Plan, name: str) -> list[str]:
     raise UserError(f"the plan has no argument or result {name}; {near_names(name, found or known)}")
 
 
-def reopen(plan: Plan, program: str | None = None, entry: str | None = None) -> Program:
+def reopen(plan: Plan, program: str | None = None, entry: str | None = None, *, kept: bool = False) -> Program:
     """Open the program of a plan again, with the options of the source in the plan.
 
     - `program`: new place of the source; None uses the plan's.
     - `entry`: name of the program in a Python file; None uses the plan's.
+    - `kept`: as in `open_source`.
 
     Raises `UserError` for a plan without the source of its program, or a plan that is no single step. Raises it also as
     `open_source` does.
@@ -149,19 +157,20 @@ def reopen(plan: Plan, program: str | None = None, entry: str | None = None) -> 
     return open_source(
         program,
         entry=entry or source.entry,
+        kept=kept,
         preferred=source.preferred,
         recipe=source.recipe,
         **source.options,
     )
 
 
-def _rebuild(plan: Plan, program: Program) -> tuple[Model, NDArray[np.int64], Required]:
+def _rebuild(plan: Plan, program: Program, kept: bool) -> tuple[Model, NDArray[np.int64], Required]:
     """Return the priced model of a plan, its choice of each node, and the user's constraints on the model.
 
     If the plan cut an axis in two, the constraints are read on the uncut mesh and mapped to the states of the cut one.
     """
     mesh = make_mesh(Topology.parse(plan.topology), plan.mesh)
-    reading = analyse_program(program, mesh.topology.backend)
+    reading = analyse_program(program, mesh.topology.backend, kept)
     model, choices = reprice(plan, program, reading)
     lines, axis_parts = plan.origin.asked, axis_parts_of(reading.groups, mesh)
     if axis_parts is None or not lines:
@@ -223,7 +232,7 @@ class _Explainer:
         - `chosen`: the plan's spec.
 
         Specs are solved again in order of their step time under fixed decisions, at most `SOLVED`, until the time
-        limit. A spec without a solution has its price under fixed decisions.
+        limit; a limit of 0 solves none. A spec without a solution has its price under fixed decisions.
         """
         node = self.model.cluster_node[cluster]
         rows: dict[Spec, list[int]] = {}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.metadata
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -255,10 +256,21 @@ def _provenance(model: Model, seed: int, more: Mapping[str, Any]) -> dict[str, A
         }
         | dict(more)
         | ({"lifted_constraints": str(lifted)} if (lifted := model.program.lifted) else {})
-        | ({"tokens": tokens} if (tokens := model.program.tokens) else {})
+        | ({"tokens": tokens} if (tokens := model.program.tokens or _counted_tokens(model.program)) else {})
         | ({"on_host": on_host} if (on_host := model.program.on_host) != "none" else {})
         | ({"said_by_program": demands} if (demands := program_constraint_lines(model.graph)) else {})
     )
+
+
+def _counted_tokens(program: Program) -> int | None:
+    """Return the tokens of a program that does not state them: the elements of its largest batch argument.
+
+    Only batches of integers in rows are tokens; images and the columns of a table are none.
+    """
+    batch = [each for each in program.arguments if each.role is Role.BATCH and len(each.shape) > 1]
+    if not batch or not all(each.dtype.startswith(("int", "uint", "bool")) for each in batch):
+        return None
+    return max(math.prod(each.shape) for each in batch)
 
 
 MOST = 0.5

@@ -210,13 +210,13 @@ class Plan:
         """One `jax.sharding.NamedSharding` for every flat result, in order, on the present devices."""
         return self._runner().out_shardings()
 
-    def explain(self, name: str, program: Any = None) -> Any:
+    def explain(self, name: str, program: Any = None, *, solve: bool = False) -> Any:
         """Explain why argument or result `name` has its spec: an `Explanation` with the cost of every other spec.
 
-        The program is opened again from its source (a file, `hf:CONFIG`). Pass `program` if the plan was made from a
+        All other decisions are fixed; with `solve` they are solved again for the most promising specs. The program is opened again from its source (a file, `hf:CONFIG`). Pass `program` if the plan was made from a
         `Program`. See `explain_plan`.
         """
-        return provider("explain")(self, name, program)
+        return provider("explain")(self, name, program, solve=solve)
 
     def graph(self, program: Any = None) -> Any:
         """Return the ops of the program and the tensors between them, with this plan's specs, seconds and collectives.

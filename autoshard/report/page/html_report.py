@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from autoshard.base.units import format_bytes, format_count, format_seconds
 from autoshard.cost import Topology, make_mesh
-from autoshard.planning import Plan, Prediction, axis_words, mesh_words
+from autoshard.planning import MeshTried, Plan, Prediction, axis_words, mesh_words
 from autoshard.report.display import breakable, clean, readable
-from autoshard.report.figures import best_baseline, fixed_lines
+from autoshard.report.figures import best_baseline, fixed_lines, recipe_line
 from autoshard.report.page.ops_page import BOUNDS, link_loads, memory_data, ops_data, ops_summary, roofs, timeline_data
 from autoshard.report.schedule_picture import schedule_picture
 from autoshard.report.terminal.argument_tree import module_trees
@@ -78,6 +78,8 @@ def html_report(
             links=loads,
             timeline=timeline is not None,
             alternatives=others,
+            recipe=recipe_line(plan),
+            meshes=_meshes(plan),
             binds=step_limits(plan),
             fixed=fixed_lines(plan),
             compare=compare and _comparison(plan, compare),
@@ -121,6 +123,21 @@ def environment() -> "jinja2.Environment":
         "css": lambda kind: kind.replace("_", "-"),
     }
     return made
+
+
+HOPELESS = 2.0
+"""Step time over the plan's above which a mesh is folded away, as are meshes without a plan."""
+
+
+def _meshes(plan: Plan) -> tuple[list[tuple[int, MeshTried]], list[tuple[int, MeshTried]]]:
+    """Return the meshes that were tried, with their numbers: those near the plan's step time, and all others."""
+    most = HOPELESS * plan.prediction.step_time_s
+    near: list[tuple[int, MeshTried]] = []
+    far: list[tuple[int, MeshTried]] = []
+    for number, each in enumerate(plan.meshes):
+        hopeless = number > 0 and (each.step_time_s is None or each.step_time_s > most)
+        (far if hopeless else near).append((number, each))
+    return near, far
 
 
 def _layout(plan: Plan) -> str:

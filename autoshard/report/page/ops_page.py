@@ -5,7 +5,7 @@ from typing import Any
 
 from autoshard.cost import Collectives, Mesh, PhysicalAxis, Segment, Topology, dtype_class, make_mesh
 from autoshard.planning import WAITS_FOR_HOST, Plan
-from autoshard.report.display import clean, readable
+from autoshard.report.display import clean, op_words, readable
 
 
 BOUNDS = {
@@ -132,11 +132,11 @@ def timeline_data(plan: Plan) -> dict[str, Any] | None:
 
 
 def _shown(name: str) -> str:
-    """Simplify the part after the colon of `all-gather over data: jit(f)/...` for people."""
+    """Return words for an op, and for `all-gather over data: jit(f)/...` its collective with the op's words."""
     if name == WAITS_FOR_HOST:
         return name
     head, colon, cause = name.partition(": ")
-    return clean(f"{head}: {readable(cause)}" if colon else readable(name), 200)
+    return clean(f"{head}: {op_words(cause)}" if colon else op_words(name), 200)
 
 
 def _link(lane: str) -> str:

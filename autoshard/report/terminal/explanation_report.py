@@ -81,7 +81,9 @@ def _explained(found: Explanation) -> RenderableType:
         )
     lines.append(Padding(table, (1, 0, 0, 2)))
     if any(one.how == "held" for one in found.alternatives):
-        lines.append(Text(f"  * {HOW['held']}; without it, {HOW['solved']}", style="dim"))
+        solved = any(one.how == "solved" and not one.chosen for one in found.alternatives)
+        rest = f"without it, {HOW['solved']}" if solved else "--solve chooses the rest again"
+        lines.append(Text(f"  * {HOW['held']}; {rest}", style="dim"))
     rest = len(found.alternatives) - SHOWN - 1
     if rest > 0:
         lines.append(Text(f"  and {rest} more that are slower", style="dim"))

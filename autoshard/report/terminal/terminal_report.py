@@ -14,7 +14,7 @@ from autoshard.base.units import format_bytes, format_count, format_seconds
 from autoshard.exec import CompileReport, Verdict, compile_notes
 from autoshard.planning import Collective, Plan, Prediction, Recipe, Spec, axis_words, mesh_words, spec_text
 from autoshard.report.display import clean, fold, readable
-from autoshard.report.figures import best_baseline, fixed_lines, tensor_bytes
+from autoshard.report.figures import best_baseline, fixed_lines, recipe_line, tensor_bytes
 from autoshard.report.schedule_picture import schedule_report
 from autoshard.report.terminal.explanation_report import step_limits
 
@@ -83,7 +83,7 @@ def _flag_lines(plan: Plan) -> list[str]:
 
 
 def _verdict(plan: Plan, compiled: CompileReport | None) -> RenderableType:
-    """Return the head of the report: program, mesh, fit, step time and comparison with the best baseline.
+    """Return the head of the report: program, mesh, fit, step time, best baseline and recipe.
 
     Tokens per second and MFU appear if the plan has them, the memory's percentage if the limit is not 0. The fit is
     that of the compiled program if there is one, with a line on its schedule.
@@ -113,7 +113,8 @@ def _verdict(plan: Plan, compiled: CompileReport | None) -> RenderableType:
     if prediction.mfu is not None:
         step.append(f", MFU {prediction.mfu:.1%}", style="not bold")
     step.append(f"; {_against_best(plan)}", style="not bold")
-    return Group(title, Text(), verdict, step, *([] if compiled is None else [_compiled(compiled)]))
+    recipe = Text("RECIPE", style="bold").append(f": {clean(recipe_line(plan))}", style="not bold")
+    return Group(title, Text(), verdict, step, recipe, *([] if compiled is None else [_compiled(compiled)]))
 
 
 def _compiled(compiled: CompileReport) -> Text:

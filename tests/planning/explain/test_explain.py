@@ -36,9 +36,10 @@ def wide() -> tuple[Program, Plan]:
     return program, make_plan(program, Options(topology="v5e:2x4", mesh="data=4,model=2")).plan
 
 
-def test_the_choice_comes_first_and_the_rest_by_time() -> None:
+@pytest.mark.parametrize("solve", [False, True])
+def test_the_choice_comes_first_and_the_rest_by_time(solve: bool) -> None:
     program, plan = wide()
-    explanation = explain_plan(plan, "params.0.up", program)
+    explanation = explain_plan(plan, "params.0.up", program, solve=solve)
     first, *others = explanation.alternatives
     assert first.chosen and first.spec == explanation.spec == plan.arguments["params.0.up"]
     assert first.step_time_s == pytest.approx(plan.prediction.step_time_s)
@@ -49,11 +50,22 @@ def test_the_choice_comes_first_and_the_rest_by_time() -> None:
     for one in others:
         if one.delta_s is not None:
             assert one.delta_s >= -gap - 1e-12, "nothing is better than the certified bound"
+    assert any(one.how == "solved" for one in others) == solve
+
+
+def test_fixed_decisions_never_beat_solved_ones() -> None:
+    program, plan = wide()
+    fixed, solved = (
+        {one.spec: one.step_time_s for one in explain_plan(plan, "params.0.up", program, solve=solve).alternatives}
+        for solve in (False, True)
+    )
+    assert fixed.keys() == solved.keys() and any(solved[spec] < fixed[spec] for spec in fixed if fixed[spec])
+    assert all(solved[spec] <= seconds * (1 + 1e-9) for spec, seconds in fixed.items() if seconds is not None)
 
 
 def test_an_alternative_costs_what_a_plan_pinned_to_it_costs() -> None:
     program, plan = wide()
-    explanation = explain_plan(plan, "params.0.up", program)
+    explanation = explain_plan(plan, "params.0.up", program, solve=True)
     one = next(
         a for a in explanation.alternatives if not a.chosen and a.how == "solved" and a.delta_s and a.delta_s > 1e-7
     )
@@ -98,7 +110,10 @@ def test_the_file_alone_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[
     figures = json.loads(capsys.readouterr().out)
     assert figures["spec"] == made.arguments["w.up"].to_json() and figures["alternatives"][0]["chosen"]
     assert main(["explain", str(tmp_path / "plan.json"), "up", "--quiet"]) == 0
-    assert "w.up (parameter) is split 512" in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "w.up (parameter) is split 512" in said and "--solve chooses the rest again" in said
+    assert main(["explain", str(tmp_path / "plan.json"), "up", "--quiet", "--solve"]) == 0
+    assert "--solve" not in capsys.readouterr().out
     (tmp_path / "moved.py").write_text(SOURCE)
     (tmp_path / "model.py").unlink()
     moved = ["--program", str(tmp_path / "moved.py")]

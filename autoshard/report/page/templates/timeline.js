@@ -15,6 +15,13 @@
     view.start = Math.max(0, Math.min(data.end - view.length, view.start));
   }
 
+  // The longest form of a name that fits: whole, without the parenthesis, its last words. Nothing is clipped.
+  function label(context, name, room) {
+    const words = name.replace(/ \(.*\)$/, "").split(" ");
+    const forms = [name, ...words.map((_, at) => words.slice(at).join(" "))];
+    return forms.find((form) => context.measureText(form).width <= room) || "";
+  }
+
   function draw() {
     limit();
     const ratio = window.devicePixelRatio || 1, width = canvas.parentElement.clientWidth, height = data.rows.length * (ROW + TITLE) + 18;
@@ -38,15 +45,11 @@
         if (x > width || x + wide < 0) return;
         context.fillStyle = color(FILL[kind] || "--c5");
         context.fillRect(x, y, Math.max(wide - (wide > 3 ? 0.5 : 0), 0.5), ROW);
-        const text = data.names[name], from = Math.max(x, 0), room = Math.min(x + wide, width) - from;
-        if (room > 40) {
-          context.save();
-          context.beginPath();
-          context.rect(from, y, room - 3, ROW);
-          context.clip();
+        const from = Math.max(x, 0), room = Math.min(x + wide, width) - from;
+        const text = room > 20 ? label(context, data.names[name], room - 8) : "";
+        if (text) {
           context.fillStyle = kind === "all-gather" ? "#000" : "#fff";
           context.fillText(text, from + 4, y + 15);
-          context.restore();
         }
         if (chosen.row === number && chosen.at === at) {
           context.strokeStyle = color("--ink");
