@@ -39,7 +39,7 @@ def streams(each: ExtraTraffic, graph: OpGraph, compute: Compute) -> float:
     return each.count * once * graph.trips(each.block)
 
 
-_STORED = {Role.PARAMETER: "parameters", Role.FROZEN: "parameters", Role.OPTIMIZER_STATE: "optimizer_state"}
+_STORED = {Role.PARAMETER: "parameters", Role.FROZEN: "frozen_parameters", Role.OPTIMIZER_STATE: "optimizer_state"}
 """Memory kind of an argument by its role; other roles count as `batch`."""
 
 
@@ -351,7 +351,7 @@ class NodePricer:
     def memory_kind(self, cluster: int, tensor: int, start: int, stop: int) -> str:
         """Return the kind of memory that a buffer counts as.
 
-        An argument is `parameters`, `optimizer_state` or `batch`, except a converted copy of it (`temporaries`). A
+        An argument is `parameters`, `frozen_parameters`, `optimizer_state` or `batch`, except a converted copy of it (`temporaries`). A
         value that a loop carries, and that starts as a parameter or optimizer state, has the kind of that argument.
         Other values in clusters of updates are `gradients`. All else is `activations` if it lives from before a loop
         until after it, or is carried by one, else `temporaries`.

@@ -47,7 +47,9 @@ def parse_lora(text: str) -> Lora:
         if not equals and place == 0:
             key, value = "r", key
         elif not equals:
-            raise UserError(f"--lora `{text}`: `{key}` has no value; write KEY=VALUE, as in r=16,targets=q_proj/v_proj.")
+            raise UserError(
+                f"--lora `{text}`: `{key}` has no value; write KEY=VALUE, as in r=16,targets=q_proj/v_proj."
+            )
         if key not in _KEYS:
             raise UserError(f"--lora has no `{key}`; its keys are {', '.join(_KEYS[:-1])} and {_KEYS[-1]}.")
         if key in given:
@@ -138,7 +140,9 @@ def with_adapters(module: Any, lora: Lora, label: str) -> tuple[Any, list[str]]:
             if id(child) in replaced:
                 parent._modules[key] = replaced[id(child)]
     kinds = _names(chosen)
-    note = f"LoRA of rank {lora.rank} beside {_listed(kinds)}: {trained:,} of {total + trained:,} parameters are trained."
+    note = (
+        f"LoRA of rank {lora.rank} beside {_listed(kinds)}: {trained:,} of {total + trained:,} parameters are trained."
+    )
     notes = [note]
     if lora.base:
         notes.append(

@@ -21,6 +21,9 @@ BASES = ("int8", "int4", "nf4")
 _BLOCK = 64
 """Most elements of a row that share a scale in 4 bits, as in bitsandbytes."""
 
+_FEWEST = 16
+"""Fewest elements of such a block; a row without such a divisor has one scale."""
+
 # Quantiles of the normal distribution in -1 to 1 (Dettmers et al. 2023, appendix E), by code.
 _NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635)
 _NF4 += (-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725)
@@ -112,10 +115,12 @@ def quantised(weight: torch.Tensor, form: str) -> tuple[torch.Tensor, torch.Tens
     """Return the int8 codes of a weight [out, in] and the float32 maxima that scale them.
 
     Codes are [out, in] with maxima [out, 1] in `int8`, and [out / 2, in] with maxima [out, blocks] in 4 bits. A block
-    is the largest power of two up to `_BLOCK` that divides `in`.
+    is the largest power of two up to `_BLOCK` that divides `in`, or a row if that is below `_FEWEST`.
     """
     rows, width = weight.shape
-    block = width if form == "int8" else math.gcd(width, _BLOCK)
+    block = math.gcd(width, _BLOCK)
+    if form == "int8" or block < _FEWEST:
+        block = width
     parts = weight.float().reshape(rows, width // block, block)
     absmax = parts.abs().amax(-1)
     # A block of zeros has no scale.
