@@ -119,8 +119,8 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
     group.add_argument(
         "--lora",
         type=lora,
-        metavar="R|r=R,...",
-        help="with --train: low-rank adapters beside frozen weights, r=16,alpha=32,targets=q_proj/v_proj (default: "
+        metavar="r=R,...",
+        help="with --train: low-rank adapters of frozen weights, r=16,alpha=32,targets=q_proj/v_proj (default: "
         "alpha is twice the rank; all linear layers but output heads); base=int8, int4 or nf4 stores their weights "
         "in 8 or 4 bits",
     )

@@ -1,4 +1,4 @@
-"""Low-rank adapters beside frozen weights, compared with PEFT in eager torch, and frozen weights in 8 and 4 bits."""
+"""Low-rank adapters of frozen weights, compared with PEFT in eager torch, and frozen weights in 8 and 4 bits."""
 
 import warnings
 from typing import Any

@@ -351,8 +351,9 @@ class NodePricer:
     def memory_kind(self, cluster: int, tensor: int, start: int, stop: int) -> str:
         """Return the kind of memory that a buffer counts as.
 
-        An argument is `parameters`, `frozen_parameters`, `optimizer_state` or `batch`, except a converted copy of it (`temporaries`). A
-        value that a loop carries, and that starts as a parameter or optimizer state, has the kind of that argument.
+        An argument is `parameters`, `frozen_parameters`, `optimizer_state` or `batch`, except a converted copy of it
+        (`temporaries`). A value that a loop carries, and that starts as a parameter or optimizer state, has the kind of
+        that argument.
         Other values in clusters of updates are `gradients`. All else is `activations` if it lives from before a loop
         until after it, or is carried by one, else `temporaries`.
         """

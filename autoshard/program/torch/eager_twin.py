@@ -363,7 +363,7 @@ def _covering(value: Any, example: Any, module: Any, seed: int) -> Any:
 
 
 def materialised(module: Any, seed: int) -> Any:
-    """Return a copy of `module` on the host, with random floats and codes, and zeros for other tensors of the meta device.
+    """Return a copy of `module` on the host, with random floats and codes for tensors of the meta device, else zeros.
 
     Matrices are scaled to keep activations near 1, and scales of norms are near 1.
 

@@ -1,4 +1,4 @@
-"""LoRA: low-rank adapters that are trained beside the frozen weights of a torch module, which may be quantised."""
+"""LoRA: low-rank adapters of a torch module, whose own weights are frozen and may be quantised."""
 
 import copy
 import dataclasses
@@ -122,7 +122,7 @@ def with_adapters(module: Any, lora: Lora, label: str) -> tuple[Any, list[str]]:
     total = sum(parameter.numel() for parameter in adapted.parameters())
     replaced: dict[int, Any] = {}
     stored = 0
-    for path, layer in inner.items() if lora.base else ():
+    for layer in inner.values() if lora.base else ():
         weight = layer.weight if isinstance(layer, torch.nn.Linear) else layer.weight.T
         if lora.base == "int8" or weight.shape[0] % 2 == 0:
             replaced[id(layer)] = QuantisedLinear(weight, layer.bias, lora.base)
@@ -140,13 +140,11 @@ def with_adapters(module: Any, lora: Lora, label: str) -> tuple[Any, list[str]]:
             if id(child) in replaced:
                 parent._modules[key] = replaced[id(child)]
     kinds = _names(chosen)
-    note = (
-        f"LoRA of rank {lora.rank} beside {_listed(kinds)}: {trained:,} of {total + trained:,} parameters are trained."
-    )
+    note = f"LoRA of rank {lora.rank} on {_listed(kinds)}: {trained:,} of {total + trained:,} parameters are trained."
     notes = [note]
     if lora.base:
         notes.append(
-            f"{lora.base} stores {stored / total:.0%} of the base: the weights of linear layers other than output heads."
+            f"{stored / total:.0%} of the base is stored as {lora.base}: the weights of linear layers but output heads."
         )
     return replaced.get(id(adapted), adapted), notes
 
@@ -175,7 +173,7 @@ def _chosen(linears: Mapping[str, Any], targets: Sequence[str], label: str) -> l
     none.
     """
     if not linears:
-        raise UserError(f"--lora: `{label}` has no linear layers that adapters could stand beside; leave it out.")
+        raise UserError(f"--lora: `{label}` has no linear layers that could have adapters; leave it out.")
     for target in targets:
         if not any(_matches(path, target) for path in linears):
             raise UserError(

@@ -71,8 +71,8 @@ class TorchFunction:
         """Find the repeated layers of `module`, and describe its arguments; nothing is traced yet.
 
         - `layers`: forms in which its layers are computed; None for the defaults.
-        - `compute_dtype`: dtype to which floating parameters, frozen ones too, are cast where they are used; None for no
-          cast.
+        - `compute_dtype`: dtype to which floating parameters are cast where they are used, also frozen ones; None for
+          none.
         - `frozen_apart`: store parameters that need no gradient in `buffers` instead of `params`.
         - `stateful`: let the module update its buffers (running statistics); a call leaves the new ones in
           `updated_buffers`.
