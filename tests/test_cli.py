@@ -20,6 +20,7 @@ PROGRAM = {
         "--exchange",
         "--experts",
         "--imbalance",
+        "--lora",
         "--microbatches",
         "--gradient-groups",
         "--host",

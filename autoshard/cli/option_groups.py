@@ -7,6 +7,7 @@ from autoshard.cli.option_values import (
     experts,
     factor,
     gib,
+    lora,
     numbers,
     or_auto,
     pair,
@@ -114,6 +115,14 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
         choices=("none", "optimizer", "auto") if auto else ("none", "optimizer"),
         help="state in the hosts' memory between steps: none (the default), or optimizer, updated a layer at a time "
         "(also of functions in files)" + best,
+    )
+    group.add_argument(
+        "--lora",
+        type=lora,
+        metavar="r=R,...",
+        help="with --train: low-rank adapters of frozen weights, r=16,alpha=32,targets=q_proj/v_proj (default: "
+        "alpha is twice the rank; all linear layers but output heads); base=int8, int4 or nf4 stores their weights "
+        "in 8 or 4 bits",
     )
     group.add_argument("--serve", choices=("prefill", "decode"), help="a step of serving, with a key-value cache")
     group.add_argument("--cache", type=positive, metavar="N", help="tokens in the cache (default: --seq)")

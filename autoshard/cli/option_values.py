@@ -58,6 +58,17 @@ def experts(text: str) -> str:
     return text
 
 
+def lora(text: str) -> str:
+    """Check the options of low-rank adapters, such as `r=16,targets=q_proj/v_proj`, and return them as they are."""
+    from autoshard.program import parse_lora
+
+    try:
+        parse_lora(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error).removesuffix(".")) from None
+    return text
+
+
 def schedule(text: str) -> str:
     """Check a pipeline schedule and return its canonical name: `interleaved:2` for `interleaved`."""
     from autoshard.cost import make_schedule

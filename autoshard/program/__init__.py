@@ -76,6 +76,7 @@ from autoshard.program.torch.eager_twin import EagerTwin as EagerTwin
 from autoshard.program.torch.eager_twin import named_tensors as named_tensors
 from autoshard.program.torch.layer_remat import Remat as Remat
 from autoshard.program.torch.layer_remat import parse_remat as parse_remat
+from autoshard.program.torch.low_rank import parse_lora as parse_lora
 from autoshard.program.torch.torch_function import host_array as host_array
 from autoshard.program.torch.torch_module import from_torch as from_torch
 from autoshard.program.torch.torch_remat import torch_contexts as torch_contexts

@@ -21,8 +21,8 @@ def fill(
 
     Parameters are ones for scales of norms, and otherwise normal(0, `std`). Biases are drawn too: one that starts at
     zero and whose gradient vanishes (of attention keys) would be only rounding after a step. Optimizer state and other
-    state are zeros, running variances ones. A batch is normal(0, 1) for floats, integers from 0 below `id_limit(name)`,
-    and True for booleans. Random keys are drawn for any role.
+    state are zeros, running variances ones. Codes of frozen weights are drawn from -127 to 127. A batch is normal(0, 1)
+    for floats, integers from 0 below `id_limit(name)`, and True for booleans. Random keys are drawn for any role.
 
     - `args`: pytree whose abstract leaves are `jax.ShapeDtypeStruct`.
     - `names`, `roles`: name and role of each leaf.
@@ -99,6 +99,8 @@ def _value(rng: np.random.Generator, leaf: Any, name: str, role: Role, limit: in
         if is_scale(name):
             return np.ones(shape, dtype)
         return _normal(rng, shape, dtype, std)
+    if role is Role.FROZEN and kind == "i":
+        return rng.integers(-127, 128, shape).astype(dtype)
     return np.ones(shape, dtype) if name.endswith("running_var") else np.zeros(shape, dtype)
 
 

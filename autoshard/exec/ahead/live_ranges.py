@@ -10,7 +10,7 @@ from autoshard.exec.hlo.hlo_text import HOST_SPACE, Shape, tiling
 from autoshard.planning import Plan
 
 
-KINDS = {"parameter": "parameters", "optimizer_state": "optimizer_state"}
+KINDS = {"parameter": "parameters", "frozen": "frozen_parameters", "optimizer_state": "optimizer_state"}
 """Role of an argument -> its kind of memory; arguments of other roles are `batch`, as in predictions."""
 
 _DONATED = "donated"

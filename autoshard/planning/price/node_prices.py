@@ -44,7 +44,7 @@ LARGE_SHARE = 0.005
 Copies of a large batch argument cost the host's time, and a large gathered tensor gets a copy node with its own memory.
 """
 
-_STORED = {Role.PARAMETER: "parameters", Role.FROZEN: "parameters", Role.OPTIMIZER_STATE: "optimizer_state"}
+_STORED = {Role.PARAMETER: "parameters", Role.FROZEN: "frozen_parameters", Role.OPTIMIZER_STATE: "optimizer_state"}
 """Memory kind of an argument by its role; other roles count as `batch`."""
 
 
@@ -376,8 +376,9 @@ class NodePricer:
     def memory_kind(self, cluster: int, tensor: int, start: int, stop: int) -> str:
         """Return the kind of memory that a buffer counts as.
 
-        An argument is `parameters`, `optimizer_state` or `batch`, except a converted copy of it (`temporaries`). A
-        value that a loop carries, and that starts as a parameter or optimizer state, has the kind of that argument.
+        An argument is `parameters`, `frozen_parameters`, `optimizer_state` or `batch`, except a converted copy of it
+        (`temporaries`). A value that a loop carries, and that starts as a parameter or optimizer state, has the kind of
+        that argument.
         Other values in clusters of updates are `gradients`. All else is `activations` if it lives from before a loop
         until after it, or is carried by one, else `temporaries`.
         """

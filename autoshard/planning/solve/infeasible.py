@@ -90,6 +90,9 @@ def _advice(model: Model, kind: str, memory_limit: int, pinned: bool) -> str:
     if kind in ("parameters", "gradients", "gathered"):
         if any(a.role in WEIGHTS and a.dtype in ("float32", "float64") for a in program.arguments):
             remedies.append("--param-dtype bfloat16" if flags else "parameters in bfloat16")
+    lora = str(options.get("lora") or "")
+    if kind == "frozen_parameters" and lora and "base=" not in lora:
+        remedies.append(f"--lora {lora},base=nf4")
     if pinned:
         remedies.append("fewer pins")
     usable = model.mesh.topology.usable_bytes

@@ -305,14 +305,15 @@ def _fixed(
     """Return the bytes that each segment stores for the whole step, by kind, each [K].
 
     Batch arguments are stored for all microbatches. Arguments in the hosts' memory are left out.
-    A trained parameter's gradient has the parameter's bytes; frozen weights and buffers count as parameters.
+    A trained parameter's gradient has the parameter's bytes; buffers count as parameters.
 
     - `owners`: segment that stores each argument.
     - `count`: number K of segments.
     - `microbatches`: number of microbatches in a step.
     """
-    kinds = {kind: np.zeros(count) for kind in ("parameters", "gradients", "optimizer_state", "batch")}
-    kind_of = {Role.PARAMETER: "parameters", Role.OPTIMIZER_STATE: "optimizer_state", Role.BATCH: "batch"}
+    names = ("parameters", "frozen_parameters", "gradients", "optimizer_state", "batch")
+    kinds = {kind: np.zeros(count) for kind in names}
+    kind_of = {Role.FROZEN: "frozen_parameters", Role.OPTIMIZER_STATE: "optimizer_state", Role.BATCH: "batch"}
     for argument, tensor, owner in zip(model.program.arguments, model.graph.arguments, owners, strict=True):
         if tensor in model.liveness.hosted:
             continue

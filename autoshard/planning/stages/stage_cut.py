@@ -49,7 +49,7 @@ class SegmentCosts:
     hand_over_s: Floats
     """Seconds from the end of segment k to the beginning of segment k + 1 on another stage [K - 1]."""
     fixed_bytes: Floats
-    """Bytes of parameters, gradients, optimizer state and batch [K]."""
+    """Bytes of parameters, frozen ones apart, of gradients, optimizer state and batch [K]."""
     working_bytes: Floats
     """Bytes of the largest op's operands and results, in addition to all stored values [K]."""
     kept_bytes: Floats

@@ -14,6 +14,7 @@ from autoshard.program.hf.task_inputs import HfTask, tasks_of
 from autoshard.program.moe.experts import check_experts
 from autoshard.program.program_record import Program
 from autoshard.program.torch.eager_twin import EagerTwin
+from autoshard.program.torch.low_rank import check_lora, with_adapters
 from autoshard.program.torch.step_options import ConfigOptions, given_options, read_layers, read_training
 from autoshard.program.torch.torch_function import TorchFunction
 from autoshard.program.torch.torch_module import evaluation_mode, torch_program
@@ -74,7 +75,11 @@ def from_config(config: str | Mapping[str, Any], **options: Unpack[ConfigOptions
     if layers.pipeline is not None and serve is not None:
         raise UserError("--stages is for training steps and forward passes; leave it out, or --serve.")
     require_torch("transformers")
+    lora = check_lora(given)
     model, model_notes = runnable_part(build_model(name, fields, compute))
+    if lora is not None:
+        model, more = with_adapters(model, lora, name)
+        model_notes = (*model_notes, *more)
     layers = dataclasses.replace(layers, experts=check_experts(given, model, name))
     size = given.get("batch", 8)
     tasks = tasks_of(model, name, batch=size, seq=given.get("seq"), image=image, train=training, dtype=compute)
@@ -110,7 +115,7 @@ def from_config(config: str | Mapping[str, Any], **options: Unpack[ConfigOptions
         shorter = None if task.seq is None else min(task.seq, _COMPARED_TOKENS)
         small = from_config(
             reduced_fields(fields), train=training, batch=2, seq=shorter, image=image, dtype="float32",
-            remat=layers.remat, scan=layers.scan,
+            remat=layers.remat, scan=layers.scan, lora=given.get("lora"),
         )  # fmt: skip
         return reduced_twin(small, parameters)
 

@@ -363,7 +363,7 @@ def _covering(value: Any, example: Any, module: Any, seed: int) -> Any:
 
 
 def materialised(module: Any, seed: int) -> Any:
-    """Return a copy of `module` on the host, with random floats and zeros for other tensors of the meta device.
+    """Return a copy of `module` on the host, with random floats and codes for tensors of the meta device, else zeros.
 
     Matrices are scaled to keep activations near 1, and scales of norms are near 1.
 
@@ -377,6 +377,8 @@ def materialised(module: Any, seed: int) -> Any:
         """Return the values of a tensor on the host, random ones for a tensor on the meta device."""
         if tensor.device.type != "meta":
             return tensor.detach().cpu()
+        if tensor.dtype == torch.int8 and isinstance(tensor, torch.nn.Parameter):  # codes of a frozen weight
+            return torch.randint(-127, 128, tensor.shape, generator=random, dtype=torch.int8)
         if not tensor.is_floating_point():
             return torch.zeros(tensor.shape, dtype=tensor.dtype)
         noise = torch.randn(tensor.shape, generator=random, dtype=torch.float32)

@@ -11,6 +11,7 @@ from autoshard.program.jax.layer_stack import Pipeline
 from autoshard.program.remat_marks import INPUT
 from autoshard.program.remat_policy import Policy, jax_policy
 from autoshard.program.torch.layer_differences import Difference, opaque_numbers, reads
+from autoshard.program.torch.low_rank import is_cast
 from autoshard.program.torch.module_state import Content, call_with, own_forward, reachable
 from autoshard.program.torch.repeated_layers import Block
 from autoshard.program.torch.stage_scan import run_in_stages
@@ -132,6 +133,8 @@ class BlockRun:
         self.layers = [module.get_submodule(block.layer(i % block.period, i // block.period)) for i in range(count)]
         self.forwards = [layer.__dict__.get("forward") for layer in self.layers]
         """The `forward` in each layer's own `__dict__`, as hooks of other libraries store it, or None."""
+        self.parameters = [dict(layer.named_parameters()).keys() for layer in self.layers[: block.period]]
+        """Names of the parameters, frozen ones included, of the layers of each offset."""
         self.common = [] if compared else [self._held_in_common(offset) for offset in range(block.period)]
         """Objects and containers that the layers of an offset share."""
         self.next = 0
@@ -280,7 +283,8 @@ class BlockRun:
 
         offset = index % self.block.period
         params, buffers = slices
-        state = self.env.j2t_iso({**self.prepare(params), **buffers, **self.weights.fixed[offset]})
+        frozen = {key: value for key, value in buffers.items() if key in self.parameters[offset] and is_cast(key)}
+        state = self.env.j2t_iso({**buffers, **self.prepare({**params, **frozen}), **self.weights.fixed[offset]})
         mark_constant([value for name, value in state.items() if name not in params])
         call = self.calls[offset]
         leaves = [self.shared_values.get(id(_element(leaf)), leaf) for leaf in call.leaves]
@@ -301,14 +305,18 @@ class BlockRun:
             written_state = views.watched([state[name] for name in names])
             shared = views.watched([each for each in tensors_of(layer) if isinstance(each, type(state[names[0]]))])
             out = call_with(layer, state, args, kwargs)
-            self.weights.written.update((offset, names[k]) for k in written_state())
+            stored = {names[k] for k in written_state()}
+            self.weights.written.update((offset, name) for name in stored)
             if shared():
                 raise self._not_repeated("a layer writes to a buffer that all of them share")
             for i in (tensors[k] for k in changed()):
                 if i not in places:
                     raise self._not_repeated("a layer writes to what all of them are called with")
                 self.written.add((offset, i))
-        return out, ({key: self.env.t2j_iso(state[key]) for key in buffers}, dict(written))
+        # A frozen parameter that the layer does not write to stays uncast.
+        same = frozen.keys() - stored
+        after = {key: value if key in same else self.env.t2j_iso(state[key]) for key, value in buffers.items()}
+        return out, (after, dict(written))
 
     def _places(self, call: _Call) -> list[int]:
         """Return the sorted numbers of the leaves of a call that change from group to group.

@@ -31,6 +31,7 @@ class StepOptions(TypedDict, total=False):
     imbalance: float | None
     stages: int | None
     schedule: str | None
+    lora: str | None
 
 
 class ModuleOptions(StepOptions, total=False):

@@ -15,6 +15,7 @@ from autoshard.program.remat_policy import Policy
 from autoshard.program.source_choices import check_exchange_name
 from autoshard.program.torch.layer_remat import numbered_layers, parse_remat, remat_text, split_blocks
 from autoshard.program.torch.layer_scan import checkpointed_lists, scanned
+from autoshard.program.torch.low_rank import is_cast
 from autoshard.program.torch.lowering_errors import asks_for_values, lowering_error, place_of
 from autoshard.program.torch.module_patches import canonical_modules, drawing, lowered_environment
 from autoshard.program.torch.module_state import call_with, preserved, without_stale_hooks
@@ -70,7 +71,8 @@ class TorchFunction:
         """Find the repeated layers of `module`, and describe its arguments; nothing is traced yet.
 
         - `layers`: forms in which its layers are computed; None for the defaults.
-        - `compute_dtype`: dtype to which floating parameters are cast where they are used; None for no cast.
+        - `compute_dtype`: dtype to which floating parameters are cast where they are used, also frozen ones; None for
+          none.
         - `frozen_apart`: store parameters that need no gradient in `buffers` instead of `params`.
         - `stateful`: let the module update its buffers (running statistics); a call leaves the new ones in
           `updated_buffers`.
@@ -354,7 +356,7 @@ class TorchFunction:
                 layer_arrays = layers[block].params if name in params else layers[block].buffers
                 layer_arrays[offset][key] = value
             else:
-                outer[name] = prepare(value) if name in params else value
+                outer[name] = prepare(value) if name in params or name in self.frozen and is_cast(name) else value
         for name, value in self.constants.items():
             if not self.wide and (reason := wide_reason(value)):
                 raise WideNumberError(f"the buffer `{name}` {reason}")
@@ -407,7 +409,7 @@ class TorchFunction:
             for block, layer_arrays in layers.items():
                 self.written.update({f"{block.label(offset)}.{key}": None for offset, key in layer_arrays.written})
             if self.stateful:
-                self.updated_buffers = {name: self._after(name, state, layers, env) for name in buffers}
+                self.updated_buffers = {name: self._after(name, buffers, state, layers, env) for name in buffers}
             return result
 
     def widen(self, reason: str, place: str = "") -> None:
@@ -447,11 +449,16 @@ class TorchFunction:
         """Return the remat policy of a layer by its name; an unknown name has that of layer 0."""
         return self.remat.of(self.layers.get(layer, 0))
 
-    def _after(self, name: str, state: Any, layers: dict[Block, LayerWeights], env: Any) -> Any:
-        """Return the value of the buffer or stack of buffers `name` after the call, in its stored dtype."""
+    def _after(self, name: str, buffers: Any, state: Any, layers: dict[Block, LayerWeights], env: Any) -> Any:
+        """Return the value of the buffer or stack of buffers `name` after the call, in its stored dtype.
+
+        `buffers` are the values before the call.
+        """
         if name in self.members:
             block, offset, key = self.members[name]
             return layers[block].buffers[offset][key].astype(self.buffers[name].dtype)
+        if name in self.frozen and name not in self.written:
+            return buffers[name]  # uncast, as it was given
         return env.t2j_iso(state[name]).astype(self.buffers[name].dtype)
 
     def settle(self, run: Callable[..., Any], batch: Any, label: str) -> None:

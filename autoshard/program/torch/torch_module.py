@@ -20,6 +20,7 @@ from autoshard.program.jax.trace import trace
 from autoshard.program.moe.experts import check_experts
 from autoshard.program.program_record import Program, Role
 from autoshard.program.torch.eager_twin import EagerCall, EagerTwin, first_tensor, host_tensor
+from autoshard.program.torch.low_rank import check_lora, with_adapters
 from autoshard.program.torch.module_patches import lowered_environment
 from autoshard.program.torch.step_options import (
     ModuleOptions,
@@ -83,6 +84,9 @@ def from_torch(
       default there are as many `microbatches` as stages.
     - `gradient_groups`: parts of the batch with separate gradients until all microbatches are done. Devices with one
       part each then reduce gradients once a step.
+    - `lora`: trains low-rank adapters of a copy of the module and freezes its parameters: `16` or
+      `r=16,alpha=32,targets=q_proj/v_proj,base=nf4`. `base` (`int8`, `int4` or `nf4`) stores the weights of linear
+      layers in 8 or 4 bits.
 
     Raises `UserError` if an operation has no lowering or the call fails.
     """
@@ -93,7 +97,7 @@ def from_torch(
     given = given_options("from_torch", ModuleOptions, options)
     layers = read_layers(given)
     training = read_training(given, layers, own_loss=loss is not None)
-    train, param_dtype = training is not None, given.get("param_dtype")
+    train, param_dtype, lora = training is not None, given.get("param_dtype"), check_lora(given)
     for flag in ("dtype", "param_dtype", "state_dtype"):
         _check_dtype(flag, given.get(flag))
     example_inputs, kwargs, targets = one_microbatch(example_inputs, kwargs, targets)
@@ -101,6 +105,9 @@ def from_torch(
     notes = ["Dropout is off: the module runs in evaluation mode."] if _has_dropout(module) else []
     if asking := _class_reading_training(module) if not notes else None:
         notes.append(f"The module runs in evaluation mode: `{asking}` asks whether it is being trained.")
+    if lora is not None:
+        module, more = with_adapters(module, lora, label)
+        notes += more
     learning = given.get("batch_statistics", train)
     function = TorchFunction(
         module,

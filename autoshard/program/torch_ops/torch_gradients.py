@@ -214,10 +214,14 @@ def _apply(env: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         """Run the function's `forward`, and return its context and result tensors."""
         filled = list(leaves)
         for i, tensor in zip(places, env.j2t_iso(list(given)), strict=True):
+            if is_constant(leaves[i]):
+                mark_constant(tensor)
             filled[i] = tensor
         positional, named = _pytree.tree_unflatten(filled, tree)
         context = _Context(needed)
-        with torch.no_grad():
+        # JAX traces a function in a loop's body again when it differentiates the loop.
+        again = model_flops.counting() if "result" in record else contextlib.nullcontext()
+        with torch.no_grad(), again:
             result = _run(function, context, positional, named)
         outputs, record["result"] = _pytree.tree_flatten(result)
         record["tensors"] = [i for i, each in enumerate(outputs) if isinstance(each, torch.Tensor)]

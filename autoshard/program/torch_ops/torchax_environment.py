@@ -281,6 +281,8 @@ def _environment_type() -> type:
                     return each
                 constant = tensor.Tensor(jax.lax.stop_gradient(array), self)
                 shared_views.share(constant, each, jax.lax.stop_gradient, certain=True)
+                if torch_gradients.is_constant(each):
+                    torch_gradients.mark_constant(constant)
                 known: Any = getattr(each, "_beforehand", None)
                 return note(constant, tensor.Tensor(known[1], self)) if known is not None else constant
 

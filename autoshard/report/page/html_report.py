@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 DRAWN_DEVICES = 8192
 """Maximum number of chips that the page draws; of a larger topology it draws only the first ones."""
 
-MEMORY_KINDS = ("parameters", "optimizer_state", "gradients", "activations", "gathered", "temporaries", "batch")
+MEMORY_KINDS = ("parameters", "frozen_parameters", "optimizer_state", "gradients", "activations", "gathered")
+MEMORY_KINDS += ("temporaries", "batch")
 """Kinds of memory in the order in which they are stacked; others follow by name."""
 DIFFERENCES = 200
 """Number of differences that a comparison lists; the rest is counted."""
