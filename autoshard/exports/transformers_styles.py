@@ -7,16 +7,18 @@ from collections.abc import Iterable, Mapping
 from autoshard.errors import UserError
 from autoshard.exports.parallel_styles import (  # fmt: skip
     COLUMNS_LAST,
+    HEADS,
     Layers,
-    fitting,
     layer_shape,
     others_beside,
+    proven_styles,
     read_layers,
     sizes,
     split_by,
     split_together,
 )
 from autoshard.planning import Plan, layer_spec
+from autoshard.program import Program
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,8 +59,8 @@ _GRADIENTS = "replicated_with_grad_allreduce"
 """Style of a replicated module whose gradients devices compute in part and sum."""
 
 
-def read_transformers(plan: Plan) -> TransformersStyles:
-    """Return the rules of a plan.
+def read_transformers(plan: Plan, program: Program | None = None) -> TransformersStyles:
+    """Return the rules of a plan; its module is tried on parts if the plan's `program` is given.
 
     Routers of experts stay whole, and so do tied embeddings whose linear layer is not found. Layers of one name,
     numbers aside, share one style; if they differ, their parent's modules stay whole. Raises: UserError for a plan
@@ -76,10 +78,11 @@ def read_transformers(plan: Plan) -> TransformersStyles:
         lacks.append(f"{name}.weight: a layer that is not found shares it with the embedding; it is whole here.")
         del styles[name]
     norms = _norms(plan, layers)
-    rules = fitting(plan, layers, styles, frozenset(norms))
+    rules, untried = proven_styles(plan, program, layers, styles, frozenset(norms))
+    lacks += untried
     for name in sorted(layers.tied):
         if _has_head(plan, name):
-            rules["lm_head"] = _HEADS.get(rules.get(name, ""), "replicate")
+            rules["lm_head"] = HEADS.get(rules.get(name, ""), "replicate")
     for name in norms:
         path = name.rpartition(".")[0]
         if any(
@@ -105,8 +108,6 @@ def read_transformers(plan: Plan) -> TransformersStyles:
 
 _STAY = {"colwise", f"{COLUMNS_LAST}colwise"}
 """Styles of layers whose results stay split."""
-_HEADS = {"embedding_rowwise": "colwise_gather_output", "embedding_colwise": "rowwise_split_input"}
-"""Style of a linear layer that shares its weight with an embedding, by the embedding's style."""
 
 
 def _named(name: str, lacks: Iterable[str]) -> bool:
