@@ -20,6 +20,10 @@ class InfeasibleError(UserError):
     """Error for a memory limit that no plan satisfies on every device."""
 
 
+class FormError(UserError):
+    """Error for a plan that the form of an export cannot hold; the command exits with code 3."""
+
+
 class OutOfRangeError(UserError):
     """Error for costs or bytes whose sum exceeds the range of exact integers."""
 

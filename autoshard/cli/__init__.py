@@ -10,13 +10,14 @@ from typing import TextIO
 from autoshard.cli.inputs import check_outputs
 from autoshard.cli.parser import parse
 from autoshard.cli.session import configure_files, configure_process, exit_after_signal, obey_signals
-from autoshard.errors import Terminated, UserError
+from autoshard.errors import FormError, Terminated, UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0, 1 past a tolerance, 2 for bad input, 130 or 143 after a signal.
 
-    Errors become one line on stderr; `--debug` adds the traceback. A reader that closes the pipe early is no error.
+    It is 3 for an export that cannot hold its plan. Errors become one line on stderr; `--debug` adds the traceback. A
+    reader that closes the pipe early is no error.
 
     Without `argv` the command owns its process: `main` installs signal handlers and process settings.
     """
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         _say(_sentence(error))
-        return 2
+        return 3 if isinstance(error, FormError) else 2
     except KeyboardInterrupt:
         _say("interrupted")
         return exit_after_signal(130)

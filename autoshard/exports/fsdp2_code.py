@@ -2,7 +2,7 @@
 
 import math
 
-from autoshard.errors import UserError
+from autoshard.errors import FormError
 from autoshard.exports.export_text import head, table, unpinned
 from autoshard.exports.form_writers import writes
 from autoshard.exports.parallel_styles import batch_and_tensor_axes, split_by, split_together
@@ -90,7 +90,7 @@ def _input_dim(plan: Plan, name: str, spec: Spec, data: list[str]) -> int | None
         return split_by(spec, data)
     parts = math.prod(plan.mesh[axis] for axis in data)
     if shape[0] % parts:
-        raise UserError(f"FSDP2 gives each of {parts} processes a part of {name}, whose {shape[0]} rows do not divide.")
+        raise FormError(f"FSDP2 gives each of {parts} processes a part of {name}, whose {shape[0]} rows do not divide.")
     return 0
 
 
@@ -107,10 +107,10 @@ def fsdp2_text(plan: Plan, sentence: str) -> str:
     inputs = plan_inputs(plan)
     data, tensor = batch_and_tensor_axes(plan)
     if not data:
-        raise UserError("FSDP2 splits parameters over the devices that share a batch, and the plan splits no batch.")
+        raise FormError("FSDP2 splits parameters over the devices that share a batch, and the plan splits no batch.")
     unused = [axis for axis in plan.mesh if axis not in (*data, *tensor) and plan.mesh[axis] > 1]
     if unused:
-        raise UserError(
+        raise FormError(
             f"in FSDP2 the devices along {' and '.join(unused)} would all do the same: the plan splits neither the "
             "batch nor parameters over them."
         )

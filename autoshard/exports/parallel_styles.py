@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Mapping
 
-from autoshard.errors import UserError
+from autoshard.errors import FormError, UserError
 from autoshard.exports.style_trial import unproven_parents
 from autoshard.exports.torch_code import plan_inputs, plan_parameters
 from autoshard.planning import ParameterUse, Plan, Spec, is_stacked, stack_names
@@ -83,7 +83,7 @@ def read_styles(plan: Plan, form: str, program: Program | None = None) -> Styles
         )
         del own[name]
     if not own:
-        raise UserError(f"in the {form} form nothing would be split: the plan splits no module by columns or rows.")
+        raise FormError(f"in the {form} form nothing would be split: the plan splits no module by columns or rows.")
     fitted, untried = proven_styles(plan, program, layers, own, frozenset())
     named: dict[str, str] = {}
     for name, style in fitted.items():

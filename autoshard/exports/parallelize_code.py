@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from autoshard.errors import UserError
+from autoshard.errors import FormError
 from autoshard.exports.export_text import head, table, unpinned
 from autoshard.exports.form_writers import writes
 from autoshard.exports.parallel_styles import COLUMNS_LAST, GATHERED, read_styles, sizes
@@ -221,6 +221,6 @@ def _lacks(plan: Plan, tensor: int, styles: Mapping[str, str], own: tuple[str, .
     """
     gathers = sorted(name for name, style in styles.items() if style.removeprefix(COLUMNS_LAST) in GATHERED.values())
     if tensor == 1:
-        raise UserError("tensor parallelism over one device splits nothing: the plan splits only the batch.")
+        raise FormError("tensor parallelism over one device splits nothing: the plan splits only the batch.")
     whole = [f"values that stay split around {', '.join(gathers)}: they are gathered there."] if gathers else []
     return (*unpinned(plan, "each style gathers and sums what it has to"), *own, *whole)

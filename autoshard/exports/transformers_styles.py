@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 
-from autoshard.errors import UserError
+from autoshard.errors import FormError
 from autoshard.exports.parallel_styles import (  # fmt: skip
     COLUMNS_LAST,
     HEADS,
@@ -93,7 +93,7 @@ def read_transformers(plan: Plan, program: Program | None = None) -> Transformer
     rest = [name for name in layers.others if name.rpartition(".")[0] not in ruled and not _named(name, lacks)]
     lacks += [f"{name}: it is of no linear layer or embedding; it is whole here." for name in rest]
     if not any(style != "replicate" for style in (*rules.values(), *of_experts.values(), *experts.values())):
-        raise UserError(
+        raise FormError(
             "in the transformers form nothing would be split: the plan splits no module by columns or rows, and no "
             f"experts.{' ' + ' '.join(lacks) if lacks else ''}"
         )
