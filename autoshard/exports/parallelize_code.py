@@ -15,15 +15,22 @@ _TRANSFORMERS = '''
 {imports}from transformers.distributed import DistributedConfig
 {registry}
 TP_SIZE = {size}  # processes that split the model between them
-{conv1d}{plan}
+{groups}{conv1d}{plan}
 # A model class has rules of its own, which hold where none is given here.
 WHOLE = {whole}
 {experts}
 
 def config():
     """For `from_pretrained(folder, distributed_config=config())`; for older releases give `tp_plan=TP_PLAN`."""
-    return DistributedConfig(tp_plan=dict.fromkeys(WHOLE, "replicate") | TP_PLAN, tp_size=TP_SIZE{options})
+{check}    tp_plan = dict.fromkeys(WHOLE, "replicate") | TP_PLAN
+    return DistributedConfig(tp_plan=tp_plan, tp_size=TP_SIZE{options}{group_options})
 '''
+_GROUPS = "{name} = {size}  # groups of these processes, each with its part of the batch\n"
+"""Line on the groups that share the batch."""
+_CHECK_TORCH = """    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13):
+        raise RuntimeError("with FSDP and tensor parallelism, transformers loads other weights before torch 2.13")
+"""
+"""Check of torch's version: transformers 5.24 loads weights that both split rightly with 2.13, wrongly with 2.9."""
 _EXPERTS = "\n# Every process holds some of the experts, which tokens are sent to.\n"
 """Comment above the experts' rules."""
 _CONV1D_IMPORTS = """import torch
@@ -155,21 +162,29 @@ def transformers_text(plan: Plan, sentence: str, program: Program | None) -> str
     """
     styles = read_transformers(plan, program)
     lacks = _lacks(plan, styles.tensor, styles.rules, styles.lacks)
+    groups = group_options = ""
     if styles.data > 1:
         lacks = (
             *lacks,
             f"the batch, which {styles.data} groups of {styles.tensor} processes share; give each its part.",
+            "`clip_grad_norm_` of torch, which takes gradients on one mesh; transformers' Trainer clips mesh by mesh.",
         )
+        kind = "fsdp" if styles.gathers else "dp_replicate"
+        groups = _GROUPS.format(name=f"{kind}_size".upper(), size=styles.data)
+        group_options = f", {kind}_size={kind.upper()}_SIZE"
     own = any(style.startswith(COLUMNS_LAST) for style in styles.rules.values())
     experts = {name: repr(style) for name, style in styles.experts.items()}
     return head(plan, lacks, sentence) + _TRANSFORMERS.format(
-        imports=_CONV1D_IMPORTS if own else "",
+        imports=_CONV1D_IMPORTS if own else "import torch\n" if styles.gathers else "",
+        check=_CHECK_TORCH if styles.gathers else "",
         registry=_CONV1D_REGISTRY if own else "",
         conv1d=_CONV1D if own else "",
         size=styles.tensor,
         plan=table("TP_PLAN", {name: repr(style) for name, style in styles.rules.items()}),
         whole="(\n" + "".join(f"    {name!r},\n" for name in styles.whole) + ")",
         experts=f"{_EXPERTS}{table('EP_PLAN', experts)}" if experts else "",
+        groups=groups,
+        group_options=group_options,
         options=", ep_plan=EP_PLAN, ep_size=TP_SIZE" if experts else "",
     )
 

@@ -9,6 +9,7 @@ from autoshard.exports.parallel_styles import (  # fmt: skip
     COLUMNS_LAST,
     HEADS,
     Layers,
+    batch_and_tensor_axes,
     layer_shape,
     others_beside,
     proven_styles,
@@ -29,6 +30,8 @@ class TransformersStyles:
     """Number of parts of the batch."""
     tensor: int
     """Number of devices that share each module."""
+    gathers: bool
+    """True if the batch's devices split parameters as well, by FSDP."""
     rules: dict[str, str]
     """Style by name of a split module or parameter, and of replicated norms and heads that need a rule."""
     experts: dict[str, str]
@@ -66,7 +69,9 @@ def read_transformers(plan: Plan, program: Program | None = None) -> Transformer
     numbers aside, share one style; if they differ, their parent's modules stay whole. Raises: UserError for a plan
     without a split that a style expresses, and as `read_layers` does.
     """
-    layers = read_layers(plan, "transformers", "hold it whole here")
+    data, tensor = sizes(plan)
+    gathers = bool(data > 1 and _split_over_batch(plan))
+    layers = read_layers(plan, "transformers", "split it as FSDP does")
     experts, of_experts, lacks = _experts(plan, layers)
     routers = {
         name for name, (_, count) in layers.linear.items() if name in layers.styles and _is_router(plan, name, count)
@@ -102,12 +107,19 @@ def read_transformers(plan: Plan, program: Program | None = None) -> Transformer
     lacks += [
         f"{name}: layers of it differ, of which transformers takes one style; it is whole here." for name in unlike
     ]
-    data, tensor = sizes(plan)
-    return TransformersStyles(data, tensor, rules, experts, _whole(plan, rules, experts), (*layers.lacks, *lacks))
+    return TransformersStyles(
+        data, tensor, gathers, rules, experts, _whole(plan, rules, experts), (*layers.lacks, *lacks)
+    )
 
 
 _STAY = {"colwise", f"{COLUMNS_LAST}colwise"}
 """Styles of layers whose results stay split."""
+
+
+def _split_over_batch(plan: Plan) -> bool:
+    """Return True if the axes that split the batch split a weight too."""
+    data, _ = batch_and_tensor_axes(plan)
+    return any(axis in spec.axes for name, spec in plan.arguments.items() if plan.is_weight(name) for axis in data)
 
 
 def _named(name: str, lacks: Iterable[str]) -> bool:

@@ -89,7 +89,9 @@ def prepared(row: dict[str, Any], model: Any, batch: dict[str, Any]) -> tuple[An
             dist.barrier()
             split = type(model).from_pretrained(shared[0], distributed_config=code["config"]()).eval()
             dist.barrier()
-        return split, batch, 1
+        parts = code.get("FSDP_SIZE", code.get("DP_REPLICATE_SIZE", 1))
+        own = dist.get_rank() // code["TP_SIZE"]
+        return split, {name: value.chunk(parts)[own] for name, value in batch.items()}, parts
     mesh = code["make_mesh"]("cpu")
     if row["form"] == "dtensor":
         code["distribute"](model, mesh)
@@ -104,8 +106,26 @@ def prepared(row: dict[str, Any], model: Any, batch: dict[str, Any]) -> tuple[An
     return model, {name: value.chunk(parts)[own] for name, value in batch.items()}, parts
 
 
-def step_of(model: Any, batch: dict[str, Any], optimizer: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """Run one training step; return the loss, the norm of the gradients, and the gradients before clipping."""
+def clipped(parameters: list[Any]) -> Any:
+    """Clip gradients on different meshes as transformers' Trainer does, mesh by mesh; return their norm."""
+    import torch
+
+    by_mesh: dict[Any, list[Any]] = {}
+    for parameter in parameters:
+        by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter.grad)
+    norms = [torch.nn.utils.get_total_norm(each) for each in by_mesh.values()]
+    total = torch.stack([each.full_tensor() if hasattr(each, "full_tensor") else each for each in norms]).norm()
+    torch.nn.utils.clip_grads_with_norm_(parameters, CLIP, total, foreach=False)
+    return total
+
+
+def step_of(
+    model: Any, batch: dict[str, Any], optimizer: Any, by_mesh: bool = False
+) -> tuple[Any, Any, dict[str, Any]]:
+    """Run one training step; return the loss, the norm of the gradients, and the gradients before clipping.
+
+    `by_mesh` clips as transformers' Trainer does, where torch's own function takes one mesh only.
+    """
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -117,7 +137,7 @@ def step_of(model: Any, batch: dict[str, Any], optimizer: Any) -> tuple[Any, Any
     loss = whole(torch.nn.functional.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten()))
     loss.backward()
     gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    norm = clipped(list(model.parameters())) if by_mesh else torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach(), whole(norm), gradients
@@ -138,7 +158,7 @@ def run_row(row: dict[str, Any]) -> dict[str, Any]:
     loss, norm, gradients = step_of(alone, batch, torch.optim.AdamW(alone.parameters(), lr=rate))
     model, own, parts = prepared(row, model, batch)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-    found_loss, found_norm, found = step_of(model, own, optimizer)
+    found_loss, found_norm, found = step_of(model, own, optimizer, row["form"] == "transformers")
     if parts > 1:
         dist.all_reduce(found_loss)
         found_loss /= PROCESSES

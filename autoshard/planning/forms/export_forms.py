@@ -76,6 +76,7 @@ FORMS = {
             reads_program=True,
             state=False,
             layers=False,
+            gathers=True,
         ),
         Form(
             "torchtitan",
