@@ -356,7 +356,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--out",
         metavar="FILE",
         help="write here instead of to stdout",
-        force="write it even if nothing of the plan's splits is in it, and over a file that the command reads",
+        force="write it even if the form cannot hold the plan, and over a file that the command reads",
     )
 
     graph = _command(

@@ -2,26 +2,26 @@
 
 import math
 
-from autoshard.errors import UserError
+from autoshard.errors import FormError
 from autoshard.exports.export_text import head, table, unpinned
 from autoshard.exports.form_writers import writes
 from autoshard.exports.parallel_styles import batch_and_tensor_axes, split_by, split_together
 from autoshard.exports.torch_code import plan_inputs, plan_parameters
+from autoshard.exports.whole_calls import WHOLE_CALLS, WHOLE_IMPORTS, WHOLE_SENTENCE
 from autoshard.planning import Plan, Spec, module_pattern
 
 
 _FSDP2 = '''
 import re
 
-from torch.distributed.device_mesh import init_device_mesh
+{imports}from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import ModuleList, Parameter
 
 MESH = {mesh!r}
 {parameters}
-{inputs}
-
+{inputs}{calls}
 def make_mesh(device_type):
     return init_device_mesh(device_type, tuple(MESH.values()), mesh_dim_names=tuple(MESH))
 
@@ -64,7 +64,7 @@ def shard(model, mesh, **options):
     blocks = [block for each in model.modules() if isinstance(each, ModuleList) for block in each]
     for module in (*reversed(blocks), model):
         fully_shard(module, mesh=mesh["data"], shard_placement_fn=place, **options)
-    return model
+{whole}    return model
 
 
 def local_inputs(mesh, **inputs):
@@ -90,7 +90,7 @@ def _input_dim(plan: Plan, name: str, spec: Spec, data: list[str]) -> int | None
         return split_by(spec, data)
     parts = math.prod(plan.mesh[axis] for axis in data)
     if shape[0] % parts:
-        raise UserError(f"FSDP2 gives each of {parts} processes a part of {name}, whose {shape[0]} rows do not divide.")
+        raise FormError(f"FSDP2 gives each of {parts} processes a part of {name}, whose {shape[0]} rows do not divide.")
     return 0
 
 
@@ -107,10 +107,10 @@ def fsdp2_text(plan: Plan, sentence: str) -> str:
     inputs = plan_inputs(plan)
     data, tensor = batch_and_tensor_axes(plan)
     if not data:
-        raise UserError("FSDP2 splits parameters over the devices that share a batch, and the plan splits no batch.")
+        raise FormError("FSDP2 splits parameters over the devices that share a batch, and the plan splits no batch.")
     unused = [axis for axis in plan.mesh if axis not in (*data, *tensor) and plan.mesh[axis] > 1]
     if unused:
-        raise UserError(
+        raise FormError(
             f"in FSDP2 the devices along {' and '.join(unused)} would all do the same: the plan splits neither the "
             "batch nor parameters over them."
         )
@@ -124,13 +124,17 @@ def fsdp2_text(plan: Plan, sentence: str) -> str:
             dims = gathered, tensor_dim = gathered, None
         if gathered and shape[gathered] % math.prod(sizes if gathered == tensor_dim else sizes[:1]):
             dims = None, tensor_dim  # FSDP2 splits only the first dim unevenly
+        if not dims[0] and tensor_dim == 0 and shape[0] % math.prod(sizes):
+            # Torch gathers uneven parts of parts wrongly: a checkpoint of whole tensors would have other rows.
+            other = next((dim for dim in range(1, len(shape)) if not shape[dim] % sizes[0]), None)
+            dims = other, tensor_dim if other is not None else None
         if gathered is None:
             whole.append(name)
         if any(axis in spec.axes for axis in data) and not (
             dims[0] is not None and split_together(spec, dims[0], data)
         ):
             unlike.append(name)
-        elif any(axis in spec.axes for axis in tensor) and tensor_dim is None:
+        elif any(axis in spec.axes for axis in tensor) and dims[1] is None:
             unlike.append(name)
         rows[module_pattern(plan, name)] = repr(dims)
     batch = {name: _input_dim(plan, name, spec, data) for name, spec in inputs.items()}
@@ -149,10 +153,14 @@ def fsdp2_text(plan: Plan, sentence: str) -> str:
             if elsewhere
             else []
         ),
+        *([WHOLE_SENTENCE] if tensor else []),
         "optimizer state; state made like its parameter is split like it.",
         "the device order; ranks are laid out row-major over the mesh.",
     )
     return head(plan, lacks, sentence) + _FSDP2.format(
+        imports=WHOLE_IMPORTS if tensor else "",
+        calls=WHOLE_CALLS if tensor else "\n",
+        whole="    WholeCalls(model)\n" if tensor else "",
         mesh=mesh,
         parameters=table("PARAMETERS", rows),
         inputs=table("INPUTS", {name: repr(dim) for name, dim in batch.items()}),

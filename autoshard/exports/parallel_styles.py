@@ -2,11 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
-from autoshard.errors import UserError
+from autoshard.errors import FormError, UserError
+from autoshard.exports.style_trial import unproven_parents
 from autoshard.exports.torch_code import plan_inputs, plan_parameters
 from autoshard.planning import ParameterUse, Plan, Spec, is_stacked, stack_names
+from autoshard.program import Program
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,6 +26,8 @@ class Styles:
     """
     lacks: tuple[str, ...]
     """A sentence for each parameter whose split no style expresses."""
+    tied: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Style of the linear layers that share an embedding's weight, by the embedding's name."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,12 +52,16 @@ class Layers:
 
 GATHERED = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
 """Variant of each style whose outputs (columns) or inputs (rows) are whole."""
+HEADS = {"embedding_rowwise": "colwise_gather_output", "embedding_colwise": "rowwise_split_input"}
+"""Style of a linear layer that shares its weight with an embedding, by the embedding's style."""
 COLUMNS_LAST = "conv1d_"
 """Prefix of the style of a layer with weights `[in, out]`, as transformers' Conv1D has them."""
 
 
-def read_styles(plan: Plan, form: str) -> Styles:
+def read_styles(plan: Plan, form: str, program: Program | None = None) -> Styles:
     """Return the styles of a plan for an export to `form`, which supports PyTorch's own layers.
+
+    Values stay split only between layers whose module was tried on parts, with the module of `program`.
 
     Splits of modules that are neither linear nor embeddings, or have their columns last, become sentences in `lacks`.
     Raises: UserError for a plan that splits no module in such a style, or that has no uses of parameters. Plans of
@@ -66,15 +74,31 @@ def read_styles(plan: Plan, form: str) -> Styles:
         f"{name}.weight: it is of a layer with its columns in the last dim, which no style takes; it is whole here."
         for name in columns_last
     ]
+    data, tensor = sizes(plan)
     own = {name: style for name, style in layers.styles.items() if name not in columns_last}
+    for name in [name for name in own if _has_uneven_rows(plan, name, own[name])]:
+        lacks.append(
+            f"{name}.weight: {data} x {tensor} devices do not divide its rows, and torch gathers uneven parts of parts "
+            "wrongly; it is whole over `tp` here."
+        )
+        del own[name]
     if not own:
-        raise UserError(f"in the {form} form nothing would be split: the plan splits no module by columns or rows.")
+        raise FormError(f"in the {form} form nothing would be split: the plan splits no module by columns or rows.")
+    fitted, untried = proven_styles(plan, program, layers, own, frozenset())
     named: dict[str, str] = {}
-    for name, style in fitting(plan, layers, own, frozenset()).items():
+    for name, style in fitted.items():
         count = (plan.shapes[f"{name}.weight"] or (0,))[0]
         named |= dict.fromkeys(stack_names(name, count), style)
+    tied = {name: HEADS[named[name]] for name in sorted(layers.tied) if named.get(name, "") in HEADS}
+    return Styles(data, tensor, named, (*layers.lacks, *lacks, *untried), tied)
+
+
+def _has_uneven_rows(plan: Plan, name: str, style: str) -> bool:
+    """Return True if FSDP would split parts of a layer's rows unevenly, and cannot split another dim instead."""
+    rows, columns = layer_shape(plan, f"{name}.weight")
     data, tensor = sizes(plan)
-    return Styles(data, tensor, named, (*layers.lacks, *lacks))
+    uneven = data > 1 and style in ("colwise", "embedding_rowwise") and bool(rows % (data * tensor))
+    return uneven and (f"{name}.bias" in plan.shapes or bool(columns % data))
 
 
 def read_layers(plan: Plan, form: str, over_batch: str) -> Layers:
@@ -129,8 +153,30 @@ def read_layers(plan: Plan, form: str, over_batch: str) -> Layers:
     return Layers(tuple(tensor), styles, linear, frozenset(tied), tuple(others), tuple(lacks))
 
 
-def fitting(plan: Plan, found: Layers, styles: Mapping[str, str], apart: frozenset[str]) -> dict[str, str]:
-    """Return `styles`, each replaced by its `GATHERED` variant where its module does not match its siblings.
+def proven_styles(
+    plan: Plan, program: Program | None, found: Layers, styles: Mapping[str, str], apart: frozenset[str]
+) -> tuple[dict[str, str], list[str]]:
+    """Return `styles` as `fitting` does, gathered too where the module's code fails on parts, and sentences on that.
+
+    Without a program, or where its module does not run without values, nothing is tried, which a sentence reports.
+    """
+    fitted = fitting(plan, found, styles, apart)
+    unproven = unproven_parents(plan, program, fitted, sizes(plan)[1])
+    if unproven is None:
+        return fitted, ["a check of the module's views of split values, which needs the plan's program."]
+    sentences = [
+        f"values that stay split in {parent or 'the module'}: its code takes a part of the heads for something else, "
+        "or fails on it; they are gathered there."
+        for parent in sorted(unproven)
+    ]
+    return fitting(plan, found, styles, apart, unproven), sentences
+
+
+def fitting(
+    plan: Plan, found: Layers, styles: Mapping[str, str], apart: frozenset[str], unproven: Collection[str] = ()
+) -> dict[str, str]:
+    """Return `styles`, each replaced by its `GATHERED` variant where its module does not match its siblings, or where
+    the module's parent is in `unproven`.
 
     Values stay split only between layers split by columns and sibling layers (of one parent module) split by rows that
     consume their results. A parent needs linear layers of both kinds. Modules do not match in three more cases:
@@ -150,7 +196,8 @@ def fitting(plan: Plan, found: Layers, styles: Mapping[str, str], apart: frozens
         rows = [found.linear[name][0] for name in names if styles[name].endswith("rowwise") and name in linear]
         columns = [found.linear[name][1] for name in names if styles[name].endswith("colwise") and name in linear]
         matches = (
-            {"colwise", "rowwise"} <= kinds
+            parent not in unproven
+            and {"colwise", "rowwise"} <= kinds
             and linear <= names
             and bool(rows and columns)
             and max(columns) <= min(rows)

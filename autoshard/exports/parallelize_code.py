@@ -2,27 +2,35 @@
 
 from collections.abc import Mapping
 
-from autoshard.errors import UserError
+from autoshard.errors import FormError
 from autoshard.exports.export_text import head, table, unpinned
 from autoshard.exports.form_writers import writes
 from autoshard.exports.parallel_styles import COLUMNS_LAST, GATHERED, read_styles, sizes
 from autoshard.exports.transformers_styles import read_transformers
 from autoshard.planning import Plan
+from autoshard.program import Program
 
 
 _TRANSFORMERS = '''
 {imports}from transformers.distributed import DistributedConfig
 {registry}
 TP_SIZE = {size}  # processes that split the model between them
-{conv1d}{plan}
+{groups}{conv1d}{plan}
 # A model class has rules of its own, which hold where none is given here.
 WHOLE = {whole}
 {experts}
 
 def config():
     """For `from_pretrained(folder, distributed_config=config())`; for older releases give `tp_plan=TP_PLAN`."""
-    return DistributedConfig(tp_plan=dict.fromkeys(WHOLE, "replicate") | TP_PLAN, tp_size=TP_SIZE{options})
+{check}    tp_plan = dict.fromkeys(WHOLE, "replicate") | TP_PLAN
+    return DistributedConfig(tp_plan=tp_plan, tp_size=TP_SIZE{options}{group_options})
 '''
+_GROUPS = "{name} = {size}  # groups of these processes, each with its part of the batch\n"
+"""Line on the groups that share the batch."""
+_CHECK_TORCH = """    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13):
+        raise RuntimeError("with FSDP and tensor parallelism, transformers loads other weights before torch 2.13")
+"""
+"""Check of torch's version: transformers 5.24 loads weights that both split rightly with 2.13, wrongly with 2.9."""
 _EXPERTS = "\n# Every process holds some of the experts, which tokens are sent to.\n"
 """Comment above the experts' rules."""
 _CONV1D_IMPORTS = """import torch
@@ -67,32 +75,73 @@ for style, options in {{
 
 _TORCHTITAN = '''
 from torch.distributed.device_mesh import init_device_mesh
-{fsdp_import}{tensor_import}{list_import}
+{fsdp_import}{tensor_import}{nn_import}
 MESH = {mesh!r}
 
 
 def make_mesh(device_type):
     return init_device_mesh(device_type, tuple(MESH.values()), mesh_dim_names=tuple(MESH))
 
-
+{hold_whole}
 def parallelize(model, mesh{options}):
     """Split {what}; where torchtitan is used, from its
     `parallelize_fn`, with `parallel_dims`' meshes of these names."""
 {tensor}{fsdp}    return model
 '''
-_TENSOR_IMPORT = """from torch.distributed.tensor import Replicate
+_TENSOR_IMPORT = """from torch.distributed.tensor import DTensor, Replicate{shard}
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 """
-_TENSOR = """    parallelize_module(
-        model,
-        mesh["tp"],
-        {{
-{rows}        }},
-    )
+_HOLD_WHOLE = """
+def hold_whole(model, mesh):
+    \"\"\"Make every other parameter a DTensor that is whole on each device, which its module reads as a plain tensor:
+    a norm of all gradients needs parameters of one kind.\"\"\"
+    made = {}
+    for module in list(model.modules()):
+        keys = [key for key, each in module._parameters.items() if each is not None and not isinstance(each, DTensor)]
+        for key in keys:
+            own = module._parameters[key]
+            whole = DTensor.from_local(own.detach(), mesh, [Replicate()], run_check=False)
+            made.setdefault(id(own), (own, Parameter(whole, requires_grad=own.requires_grad)))
+            module.register_parameter(key, made[id(own)][1])
+        if keys:
+            local = {key: property(lambda self, key=key: _local(self._parameters[key])) for key in keys}
+            module.__class__ = type(type(module).__name__, (type(module),), local)
+
+
+def _local(value):
+    if isinstance(value, DTensor) and value.device_mesh.ndim == 1:  # else as FSDP holds it between its uses
+        return value.to_local(grad_placements=[Replicate()])
+    return value
+
+"""
+_TENSOR = """    names = {{}}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    shared = [group for group in names.values() if len(group) > 1]
+    styles = {{
+{rows}    }}
+{tied}    parallelize_module(model, mesh["tp"], styles)
+    for first, *others in shared:
+        for name in others:
+            path, _, key = name.rpartition(".")
+            model.get_submodule(path).register_parameter(key, model.get_parameter(first))
+    hold_whole(model, mesh["tp"])
+"""
+_TIED = """    tied = {{{rows}}}
+    for first, *others in shared:  # a layer that shares an embedding's weight is split like it
+        style = tied.get(first.removesuffix(".weight"))
+        styles |= {{name.removesuffix(".weight"): style for name in others if style}}
 """
 _FSDP = """    blocks = [block for each in model.modules() if isinstance(each, ModuleList) for block in each]
     for module in (*reversed(blocks), model):
-        fully_shard(module, mesh=mesh["fsdp"], **options)
+        fully_shard(module, mesh=mesh["fsdp"], {place}**options)
+"""
+_PLACE = """
+    def place(parameter):
+        # Torch gathers uneven parts of parts wrongly, so another dim is split there.
+        uneven = parameter.placements[0].is_shard(0) and parameter.shape[0] % (MESH["fsdp"] * MESH["tp"])
+        return Shard(1) if uneven else None
+
 """
 _CALLS = {
     "colwise": "ColwiseParallel()",
@@ -106,34 +155,42 @@ _CALLS = {
 
 
 @writes("transformers")
-def transformers_text(plan: Plan, sentence: str) -> str:
+def transformers_text(plan: Plan, sentence: str, program: Program | None) -> str:
     """Return the plan's code for transformers. `sentence` is the line on the predicted step.
 
     Raises: UserError as `read_transformers` does, and if no axis splits modules.
     """
-    styles = read_transformers(plan)
+    styles = read_transformers(plan, program)
     lacks = _lacks(plan, styles.tensor, styles.rules, styles.lacks)
+    groups = group_options = ""
     if styles.data > 1:
         lacks = (
             *lacks,
             f"the batch, which {styles.data} groups of {styles.tensor} processes share; give each its part.",
+            "`clip_grad_norm_` of torch, which takes gradients on one mesh; transformers' Trainer clips mesh by mesh.",
         )
+        kind = "fsdp" if styles.gathers else "dp_replicate"
+        groups = _GROUPS.format(name=f"{kind}_size".upper(), size=styles.data)
+        group_options = f", {kind}_size={kind.upper()}_SIZE"
     own = any(style.startswith(COLUMNS_LAST) for style in styles.rules.values())
     experts = {name: repr(style) for name, style in styles.experts.items()}
     return head(plan, lacks, sentence) + _TRANSFORMERS.format(
-        imports=_CONV1D_IMPORTS if own else "",
+        imports=_CONV1D_IMPORTS if own else "import torch\n" if styles.gathers else "",
+        check=_CHECK_TORCH if styles.gathers else "",
         registry=_CONV1D_REGISTRY if own else "",
         conv1d=_CONV1D if own else "",
         size=styles.tensor,
         plan=table("TP_PLAN", {name: repr(style) for name, style in styles.rules.items()}),
         whole="(\n" + "".join(f"    {name!r},\n" for name in styles.whole) + ")",
         experts=f"{_EXPERTS}{table('EP_PLAN', experts)}" if experts else "",
+        groups=groups,
+        group_options=group_options,
         options=", ep_plan=EP_PLAN, ep_size=TP_SIZE" if experts else "",
     )
 
 
 @writes("torchtitan")
-def torchtitan_text(plan: Plan, sentence: str) -> str:
+def torchtitan_text(plan: Plan, sentence: str, program: Program | None) -> str:
     """Return the plan's code for torchtitan, with FSDP over the batch's devices if there are several.
 
     `sentence` is the line on the predicted step. Raises: UserError if no axis splits the batch or modules, and as
@@ -141,23 +198,29 @@ def torchtitan_text(plan: Plan, sentence: str) -> str:
     """
     parts, tensor_parts = sizes(plan)
     data, tensor = parts > 1, tensor_parts > 1
-    rows = ""
+    rows, tied = "", ""
     if tensor or not data:
-        styles = read_styles(plan, "torchtitan")
+        styles = read_styles(plan, "torchtitan", program)
         lacks = _lacks(plan, styles.tensor, styles.styles, styles.lacks)
-        rows = "".join(f"            {name!r}: {_CALLS[style]},\n" for name, style in styles.styles.items())
+        rows = "".join(f"        {name!r}: {_CALLS[style]},\n" for name, style in styles.styles.items())
+        if styles.tied:
+            tied = _TIED.format(rows=", ".join(f"{name!r}: {_CALLS[style]}" for name, style in styles.tied.items()))
     else:
         lacks = unpinned(plan, "every process computes its part of the batch", local_batch=True)
     if data:
         lacks = (*lacks, "the dims by which the batch's devices split parameters: FSDP splits the first dim of each.")
+    nn = ", ".join(["ModuleList"] * data + ["Parameter"] * tensor)
     what = (["a model's layers over `tp`"] if tensor else []) + (["every block over `fsdp`"] if data else [])
     return head(plan, lacks, sentence) + _TORCHTITAN.format(
         mesh=({"fsdp": parts} if data else {}) | ({"tp": tensor_parts} if tensor else {}),
-        tensor=_TENSOR.format(rows=rows) if tensor else "",
-        tensor_import=_TENSOR_IMPORT if tensor else "",
-        fsdp=_FSDP if data else "",
+        tensor=_TENSOR.format(rows=rows, tied=tied) if tensor else "",
+        tensor_import=_TENSOR_IMPORT.format(shard=", Shard" if data else "") if tensor else "",
+        hold_whole=_HOLD_WHOLE if tensor else "",
+        fsdp=(_PLACE if tensor else "") + _FSDP.format(place="shard_placement_fn=place, " if tensor else "")
+        if data
+        else "",
         fsdp_import="from torch.distributed.fsdp import fully_shard\n" if data else "",
-        list_import="from torch.nn import ModuleList\n" if data else "",
+        nn_import=f"from torch.nn import {nn}\n",
         options=", **options" if data else "",
         what=" and ".join(what) + ("; `options` are `fully_shard`'s" if data else ""),
     )
@@ -173,6 +236,6 @@ def _lacks(plan: Plan, tensor: int, styles: Mapping[str, str], own: tuple[str, .
     """
     gathers = sorted(name for name, style in styles.items() if style.removeprefix(COLUMNS_LAST) in GATHERED.values())
     if tensor == 1:
-        raise UserError("tensor parallelism over one device splits nothing: the plan splits only the batch.")
+        raise FormError("tensor parallelism over one device splits nothing: the plan splits only the batch.")
     whole = [f"values that stay split around {', '.join(gathers)}: they are gathered there."] if gathers else []
     return (*unpinned(plan, "each style gathers and sums what it has to"), *own, *whole)

@@ -7,7 +7,7 @@ import dataclasses
 import math
 
 from autoshard.base.units import format_bytes, format_seconds
-from autoshard.errors import UserError
+from autoshard.errors import FormError, UserError
 from autoshard.exports.form_writers import writer_of
 from autoshard.planning import (
     Form,
@@ -26,6 +26,10 @@ from autoshard.planning import (
     with_split_batch,
 )
 from autoshard.program import Program
+
+
+SLOWEST = 1.1
+"""Largest step of an export, as a multiple of the plan's."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,8 +52,9 @@ def export_plan(plan: Plan, form: str, program: Program | None = None, *, force:
     The first lines list the parts of the plan that the form cannot represent, and predict step time and memory of the
     rest. The prediction needs the plan's program, which is opened again at its source unless it is given.
 
-    Raises: UserError for an unknown form, for one that does not fit the plan or its program, and for a file of bytes. A
-    form that would split nothing of a plan that splits raises it too, unless `force` is True.
+    Raises: UserError for an unknown form, for one that does not fit the plan or its program, and for a file of bytes.
+    Raises: FormError, unless `force` is True, for a form that cannot hold the plan: it would split nothing of a plan
+    that splits, or its step takes more than `SLOWEST` of the plan's, or it does not fit where the plan does.
     """
     return make_export(plan, form, program, force=force).text
 
@@ -76,6 +81,8 @@ def make_export(plan: Plan, form: str, program: Program | None = None, *, force:
     if not force:
         _refuse_nothing(plan, known, program)
     prediction, sentence = _priced(plan, known, program, problem)
+    if not force:
+        _refuse_slow(plan, known, prediction)
     if plan.flags:
         sentence += f' The step is to run with LIBTPU_INIT_ARGS="{" ".join(plan.flags)}".'
     inputs = (plan, sentence, program) if known.reads_program else (plan, sentence)
@@ -83,7 +90,7 @@ def make_export(plan: Plan, form: str, program: Program | None = None, *, force:
 
 
 def _refuse_nothing(plan: Plan, form: Form, program: Program | None) -> None:
-    """Raise UserError if the form would split nothing of a plan that splits.
+    """Raise FormError if the form would split nothing of a plan that splits.
 
     Return for one device, for the MaxText form and for pipeline stages. Results count as splits if the form has them
     (`form.state`).
@@ -99,9 +106,29 @@ def _refuse_nothing(plan: Plan, form: Form, program: Program | None) -> None:
         specs = {**specs, **{f"result {name}": spec for name, spec in plan.results.items()}}
     count = splits_in_plan(plan)
     if count and splits_nothing(specs, plan.mesh):
-        raise UserError(
+        raise FormError(
             f"the {form.name} form can express none of the plan's {count} splits, so every device would do all work; "
             f"plan with --for {form.name}, or write it all the same with --force."
+        )
+
+
+def _refuse_slow(plan: Plan, form: Form, prediction: Prediction | None) -> None:
+    """Raise FormError if a form's step takes more than `SLOWEST` of the plan's, or does not fit where the plan does.
+
+    Return for a form without a price, and for a plan that was made within the form.
+    """
+    planned = plan.prediction
+    if prediction is None or plan.origin.form == form.name:
+        return
+    slow = prediction.step_time_s > SLOWEST * planned.step_time_s
+    if slow or (planned.fits and not prediction.fits):
+        both = [
+            f"{format_seconds(each.step_time_s)} and {format_bytes(each.peak_bytes)}" for each in (prediction, planned)
+        ]
+        raise FormError(
+            f"the {form.name} form cannot hold this plan: a step would take {both[0]} of one device, where the plan "
+            f"takes {both[1]}; repeat `autoshard plan` with --for {form.name} for the best plan that it holds, or "
+            "write this one all the same with --force."
         )
 
 

@@ -2,6 +2,7 @@
 
 from autoshard.exports.export_text import head, order_text, table, unpinned
 from autoshard.exports.form_writers import writes
+from autoshard.exports.whole_calls import WHOLE_CALLS, WHOLE_IMPORTS, WHOLE_SENTENCE
 from autoshard.planning import Plan, Spec, dims_by_axis, is_stacked, layer_spec, module_pattern, spec_text
 
 
@@ -88,14 +89,13 @@ def torch_xla_text(plan: Plan, sentence: str) -> str:
 _DTENSOR = '''
 import re
 
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+{imports}from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import Parameter
 
 {mesh}
 {parameters}
-{inputs}
-
+{inputs}{calls}
 def make_mesh(device_type):
     return init_device_mesh(device_type, tuple(MESH.values()), mesh_dim_names=tuple(MESH))
 
@@ -117,6 +117,8 @@ def distribute(model, mesh):
         for key, buffer in list(module.named_buffers(recurse=False)):
             whole = distribute_tensor(buffer, mesh, [Replicate()] * mesh.ndim)
             module.register_buffer(key, whole, key not in module._non_persistent_buffers_set)
+    place_gradients(model)
+    WholeCalls(model)
 
 
 def distribute_inputs(mesh, **inputs):
@@ -156,9 +158,14 @@ def dtensor_text(plan: Plan, sentence: str) -> str:
         *unpinned(plan, "DTensor splits each op as its operands are"),
         *lost,
         *unlike,
+        WHOLE_SENTENCE,
         "optimizer state; state made like its parameter is split like it.",
         *(["the device order; ranks are laid out row-major over the mesh."] if order else []),
     )
     return head(plan, lacks, sentence) + _DTENSOR.format(
-        mesh=f"MESH = {plan.mesh!r}", parameters=table("PARAMETERS", rows), inputs=table("INPUTS", inputs)
+        imports=WHOLE_IMPORTS,
+        mesh=f"MESH = {plan.mesh!r}",
+        parameters=table("PARAMETERS", rows),
+        inputs=table("INPUTS", inputs),
+        calls=WHOLE_CALLS,
     )

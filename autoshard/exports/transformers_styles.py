@@ -4,19 +4,22 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 
-from autoshard.errors import UserError
+from autoshard.errors import FormError
 from autoshard.exports.parallel_styles import (  # fmt: skip
     COLUMNS_LAST,
+    HEADS,
     Layers,
-    fitting,
+    batch_and_tensor_axes,
     layer_shape,
     others_beside,
+    proven_styles,
     read_layers,
     sizes,
     split_by,
     split_together,
 )
 from autoshard.planning import Plan, layer_spec
+from autoshard.program import Program
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,6 +30,8 @@ class TransformersStyles:
     """Number of parts of the batch."""
     tensor: int
     """Number of devices that share each module."""
+    gathers: bool
+    """True if the batch's devices split parameters as well, by FSDP."""
     rules: dict[str, str]
     """Style by name of a split module or parameter, and of replicated norms and heads that need a rule."""
     experts: dict[str, str]
@@ -57,14 +62,16 @@ _GRADIENTS = "replicated_with_grad_allreduce"
 """Style of a replicated module whose gradients devices compute in part and sum."""
 
 
-def read_transformers(plan: Plan) -> TransformersStyles:
-    """Return the rules of a plan.
+def read_transformers(plan: Plan, program: Program | None = None) -> TransformersStyles:
+    """Return the rules of a plan; its module is tried on parts if the plan's `program` is given.
 
     Routers of experts stay whole, and so do tied embeddings whose linear layer is not found. Layers of one name,
     numbers aside, share one style; if they differ, their parent's modules stay whole. Raises: UserError for a plan
     without a split that a style expresses, and as `read_layers` does.
     """
-    layers = read_layers(plan, "transformers", "hold it whole here")
+    data, tensor = sizes(plan)
+    gathers = bool(data > 1 and _split_over_batch(plan))
+    layers = read_layers(plan, "transformers", "split it as FSDP does")
     experts, of_experts, lacks = _experts(plan, layers)
     routers = {
         name for name, (_, count) in layers.linear.items() if name in layers.styles and _is_router(plan, name, count)
@@ -76,10 +83,11 @@ def read_transformers(plan: Plan) -> TransformersStyles:
         lacks.append(f"{name}.weight: a layer that is not found shares it with the embedding; it is whole here.")
         del styles[name]
     norms = _norms(plan, layers)
-    rules = fitting(plan, layers, styles, frozenset(norms))
+    rules, untried = proven_styles(plan, program, layers, styles, frozenset(norms))
+    lacks += untried
     for name in sorted(layers.tied):
         if _has_head(plan, name):
-            rules["lm_head"] = _HEADS.get(rules.get(name, ""), "replicate")
+            rules["lm_head"] = HEADS.get(rules.get(name, ""), "replicate")
     for name in norms:
         path = name.rpartition(".")[0]
         if any(
@@ -90,7 +98,7 @@ def read_transformers(plan: Plan) -> TransformersStyles:
     rest = [name for name in layers.others if name.rpartition(".")[0] not in ruled and not _named(name, lacks)]
     lacks += [f"{name}: it is of no linear layer or embedding; it is whole here." for name in rest]
     if not any(style != "replicate" for style in (*rules.values(), *of_experts.values(), *experts.values())):
-        raise UserError(
+        raise FormError(
             "in the transformers form nothing would be split: the plan splits no module by columns or rows, and no "
             f"experts.{' ' + ' '.join(lacks) if lacks else ''}"
         )
@@ -99,14 +107,19 @@ def read_transformers(plan: Plan) -> TransformersStyles:
     lacks += [
         f"{name}: layers of it differ, of which transformers takes one style; it is whole here." for name in unlike
     ]
-    data, tensor = sizes(plan)
-    return TransformersStyles(data, tensor, rules, experts, _whole(plan, rules, experts), (*layers.lacks, *lacks))
+    return TransformersStyles(
+        data, tensor, gathers, rules, experts, _whole(plan, rules, experts), (*layers.lacks, *lacks)
+    )
 
 
 _STAY = {"colwise", f"{COLUMNS_LAST}colwise"}
 """Styles of layers whose results stay split."""
-_HEADS = {"embedding_rowwise": "colwise_gather_output", "embedding_colwise": "rowwise_split_input"}
-"""Style of a linear layer that shares its weight with an embedding, by the embedding's style."""
+
+
+def _split_over_batch(plan: Plan) -> bool:
+    """Return True if the axes that split the batch split a weight too."""
+    data, _ = batch_and_tensor_axes(plan)
+    return any(axis in spec.axes for name, spec in plan.arguments.items() if plan.is_weight(name) for axis in data)
 
 
 def _named(name: str, lacks: Iterable[str]) -> bool:

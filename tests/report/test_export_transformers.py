@@ -137,7 +137,7 @@ def planned(name: str) -> tuple[Plan, str]:
     program = from_torch(module, ids, train=False)
     (batch,) = (argument.name for argument in program.arguments if argument.role == "batch")
     plan = autoshard.plan(program, topology=f"cpu:{RANKS}", mesh={"model": RANKS}, pins=pins | {batch: "None,None"})
-    return plan, export_plan(plan, "transformers", program)
+    return plan, export_plan(plan, "transformers", program, force=True)
 
 
 def rules(text: str) -> dict[str, Any]:

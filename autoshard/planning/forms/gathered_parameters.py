@@ -20,20 +20,27 @@ SOLVE_S = 20.0
 
 
 def gathered_candidate(
-    name: str, model: Model, groups: Groups, specs: Mapping[str, Spec | None], limits: Limits, required: Required
+    name: str,
+    model: Model,
+    groups: Groups,
+    specs: Mapping[str, Spec | None],
+    limits: Limits,
+    required: Required,
+    axes: tuple[int, ...] | None = None,
 ) -> Candidate | None:
-    """Return the choice in which every axis splits the batch and parameters have the given specs; None without one.
+    """Return the choice in which axes split the batch and parameters have the given specs; None without one.
 
     - `name`: name of the candidate.
     - `model`, `groups`: the priced program and its dim groups.
     - `specs`: spec of each argument by name; None stands for whole.
     - `limits`: memory for the verdict `fits`, and the seed of the solver.
     - `required`: the user's constraints.
+    - `axes`: numbers of the axes that split the batch, while others split parameters alone; None for every axis.
 
     The solver decides what lies between. None if an axis does not divide the batch, or if the solver completes no
     choice in `SOLVE_S`.
     """
-    axes = wide_axes(model, range(len(model.axis_sizes)))
+    axes = wide_axes(model, range(len(model.axis_sizes)) if axes is None else axes)
     arguments = model.program.arguments
     parameters = {p: _dims(model, specs.get(arguments[p].name)) for p in split_parameters(model)}
     wanted = restricted(model, groups, name, parameters, Stream(axes))

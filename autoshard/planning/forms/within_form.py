@@ -67,9 +67,10 @@ def price_form(plan: Plan, program: Program, form: Form) -> Prediction | None:
         named = NamedDims(model, reading.groups)
         return predict(model, evaluate(model, named.choices(named.mappings(choices))), plan.memory_limit_bytes)
     given = expressible_specs(form, plan.arguments, plan.shapes, plan.roles, plan.mesh)
-    if form.gathers and set(plan.batch_axes) == {axis for axis, size in plan.mesh.items() if size > 1}:
+    if form.gathers and plan.batch_axes:
         limits = Limits(plan.memory_limit_bytes, SOLVE_S, 0)
-        gathered = gathered_candidate(form.name, model, reading.groups, given, limits, Required({}, {}))
+        axes = tuple(list(plan.mesh).index(axis) for axis in plan.batch_axes)
+        gathered = gathered_candidate(form.name, model, reading.groups, given, limits, Required({}, {}), axes)
         if gathered is not None:
             return predict(model, gathered.outcome, plan.memory_limit_bytes)
     completed = Propagation(model, form.rest, plan.results if form.state else {}).choices(given)

@@ -1,0 +1,87 @@
+"""Code in exports to DTensor that runs functions whole where DTensor cannot split them, and places gradients."""
+
+WHOLE_IMPORTS = """import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+"""
+"""Imports of the code below, besides `DTensor` and `Replicate`."""
+
+WHOLE_SENTENCE = (
+    "functions that DTensor cannot split, einsum among them; every device runs them whole, where "
+    "`plan.distribute(model, mesh)` splits most of them."
+)
+"""The line about them in the head of an export."""
+
+WHOLE_CALLS = '''
+
+class WholeCalls(TorchFunctionMode):
+    """Functions that DTensor cannot split run whole on every device, while a module of the model runs."""
+
+    # DTensor returns wrong gradients of an einsum whose operands two mesh axes split.
+    ALWAYS = (torch.einsum, torch.functional.einsum)
+    # A gradient that is split unlike the result of a view may have no view back.
+    VIEWS = ("view", "reshape", "flatten", "unflatten")
+
+    def __init__(self, model):
+        super().__init__()
+        self.depth = 0
+        for module in model.modules():  # a checkpoint calls a module within the model again
+            module.register_forward_pre_hook(self.enter)
+            module.register_forward_hook(self.leave, always_call=True)
+
+    def enter(self, module, args):
+        if not self.depth:
+            self.__enter__()
+        self.depth += 1
+
+    def leave(self, module, args, output):
+        self.depth -= 1
+        if not self.depth:
+            self.__exit__(None, None, None)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        split = [value for value in tree_leaves((args, kwargs)) if isinstance(value, DTensor)]
+        if not split:
+            return function(*args, **kwargs)
+        mesh, whole = split[0].device_mesh, [Replicate()] * split[0].device_mesh.ndim
+        name, target = function.__name__, None
+        if name == "__setitem__" or name.endswith("_") and not name.endswith("__"):
+            target = args[0]
+        if mesh.ndim == 1 or function not in self.ALWAYS:
+            try:
+                result = function(*args, **kwargs)
+                if function is torch.nn.functional.embedding:  # its mask of rows elsewhere serves one sum only
+                    places = [Replicate() if place.is_partial() else place for place in result.placements]
+                    return result.redistribute(placements=places)
+                if name in self.VIEWS and result.requires_grad:
+                    result.register_hook(placed(result.placements))
+                return result
+            except (AssertionError, NotImplementedError, RuntimeError):
+                if kwargs.get("inplace") or "out" in kwargs:
+                    raise  # the write would be lost
+        args, kwargs = tree_map_only(
+            DTensor, lambda v: v.redistribute(placements=whole).to_local(grad_placements=whole), (args, kwargs)
+        )
+        if isinstance(target, DTensor):
+            args = (args[0].clone(), *args[1:])
+        result = function(*args, **kwargs)
+        if isinstance(target, DTensor):
+            return target.copy_(DTensor.from_local(args[0], mesh, whole, run_check=False))
+        return tree_map_only(torch.Tensor, lambda v: DTensor.from_local(v, mesh, whole, run_check=False), result)
+
+
+def placed(placements):
+    """A hook that splits a gradient so, with its parts summed."""
+    places = [Replicate() if place.is_partial() else place for place in placements]
+    return lambda grad: grad.redistribute(placements=places)
+
+
+def place_gradients(model):
+    """Sum the parts of every gradient, and split it as its parameter: norms of gradients then count them once."""
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor) and parameter.requires_grad:
+            parameter.register_hook(placed(parameter.placements))
+
+'''
+"""Code of a class and of a function; the class starts to work when it is made of a model."""
