@@ -49,14 +49,14 @@ def without_on_chip(
 ) -> list[LiveBuffer]:
     """Return the buffers that are in main memory at any time; the others stay within `room` bytes of on-chip memory.
 
-    A value is on the chip if there is room from its first to its last use, and no use is too long after the one before
-    (`COPIES`). Otherwise it is copied to main memory as soon as it is written, and fetched again for each use.
+    A value is on the chip if there is room from its first to its last use. The time between two uses is limited too, by
+    `COPIES`. Otherwise the value is copied to main memory once it is written, and fetched again for each use.
     Arguments, results and values that a loop carries are in main memory, but are fetched and then take room too.
 
-    Where the compiler's choice is uncertain, the peak errs on the safe side. Compilers place first what saves the most
-    time. The order here is by size instead, the smallest first, so that large values find the least room. Values that
-    are written inside of a loop take room, but count as in main memory: loops have their peaks where they copy what
-    they carry, and compiled bodies kept a third of what fits.
+    The peak errs on the safe side. Compilers place first what saves the most time. The order here is by size instead,
+    the smallest first, so that large values find the least room. Values that are written inside of a loop take room,
+    but count as in main memory. Loops have their peaks where they copy what they carry, and a third of what fits into
+    the chip was there in compiled bodies.
     """
     graph, end = model.graph, len(model.graph.ops)
     elsewhere = {t for loop in graph.loops for carry in loop.carries for t in dataclasses.astuple(carry)}

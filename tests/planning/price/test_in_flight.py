@@ -58,7 +58,7 @@ def test_gathered_weights_are_stored_between_their_uses_on_gpus(topology: str) -
 
 def test_gathered_weights_are_kept_for_the_backward_pass_on_tpus() -> None:
     """Keep the gathered weights, as the live ranges of a mixer's four layers on v5e show."""
-    program = deep(64 * ROWS)  # of fewer rows, the weights stay in on-chip memory
+    program = deep(64 * ROWS)  # the weights of fewer rows stay in on-chip memory
     plan = make_plan(program, Options(topology="v5e:2x4", mesh=MESH)).baseline_plans["fsdp"]
     model, choices = reprice(plan, program, analyse_program(program, "tpu"))
     kept = [each for each in live_buffers(model, choices) if each.kind == "gathered"]

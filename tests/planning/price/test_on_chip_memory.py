@@ -68,7 +68,7 @@ def buffer(start: int, stop: int, mib: int, tensor: int, kind: str = "temporarie
 
 
 def test_values_stay_on_the_chip_while_there_is_room() -> None:
-    """Place values by hand: 40 MiB of 100 are taken at op 4, so that 70 MiB have no room, and arguments take some."""
+    """Place values by hand in 100 MiB: 70 have no room next to 40, nor next to an argument of 65 that is fetched."""
     program, plan = planned(8 * 8192, "v5e:2x4")
     model, choices = model_of(program, plan)
     graph = model.graph
