@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from autoshard.graph import LEAST_ROWS, TO_HOST
 from autoshard.planning.price.device_memory import LiveBuffer, collective_buffers, gathered_copies, reserve
+from autoshard.planning.price.on_chip_memory import on_chip_room, without_on_chip
 from autoshard.planning.price.reshard_times import ReshardTime, reshard_overlap, reshard_time
 from autoshard.planning.price.softmax_credit import uncharged_bytes
 from autoshard.planning.record.plan_parts import Collective
@@ -284,7 +285,7 @@ def _events(buffers: Sequence[LiveBuffer]) -> list[tuple[int, int, str]]:
 
 
 def live_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
-    """Return every buffer on one device, with results allocated from the start where the backend does so.
+    """Return every buffer in a device's main memory, with results allocated from the start where the backend does so.
 
     Buffers of collectives are included; on TPUs these are only the tables that gathers read.
     """
@@ -298,6 +299,8 @@ def live_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
         buffers += [*gathered_copies(model, choices, steps_to_copies), *_relaid_rows(model, choices)]
     if traits.tiled or traits.separate_collective_buffers:
         buffers += _exchanged_views(model, choices)
+    if traits.tiled and (room := on_chip_room(model.mesh.topology, _memory(model, buffers)[0])):
+        buffers = without_on_chip(model, choices, buffers, room)
     if model.liveness.reserved:
         buffers = reserve(model.graph, buffers, model.liveness.reserved, traits.results_apart)
     if not traits.separate_collective_buffers and not traits.tiled:

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost import Calibration, Mesh
+from autoshard.cost import Calibration, Mesh, Topology
 from autoshard.graph import OpGraph
 from autoshard.planning.price.analysed_program import AnalysedProgram
 from autoshard.planning.price.node_prices import NodePricer
+from autoshard.planning.price.on_chip_memory import on_chip_room
 from autoshard.planning.space.decision_model import EXPOSED, Channel, Decisions, Model, Node, Reshard
 from autoshard.planning.space.derived_axes import axis_parts_of, stage_axis
 from autoshard.program import Program
@@ -222,11 +223,13 @@ def least_bytes(model: Model, kept: Kept) -> int:
 
     At every moment each decision occupies its minimum; the bound is the largest sum of any moment.
     """
-    return _least_bytes(model.graph, model.nodes, kept) + model.fixed_bytes
+    return _least_bytes(model.graph, model.nodes, kept, model.mesh.topology) + model.fixed_bytes
 
 
-def _least_bytes(graph: OpGraph, nodes: Sequence[Node], kept: Kept) -> int:
+def _least_bytes(graph: OpGraph, nodes: Sequence[Node], kept: Kept, topology: Topology) -> int:
     """Return the bound of `least_bytes` for some nodes, without the fixed bytes.
+
+    On-chip memory is subtracted as far as it may lower the peak.
 
     Moments are numbers of ops, and each memory term is live from its `start` up to, not including, its `stop`.
     """
@@ -236,7 +239,8 @@ def _least_bytes(graph: OpGraph, nodes: Sequence[Node], kept: Kept) -> int:
             least = term.usage[mine].min(initial=np.iinfo(np.int64).max)
             change[term.start] += least
             change[term.stop] -= least
-    return int(np.cumsum(change).max())
+    held = int(np.cumsum(change).max())
+    return max(0, held - on_chip_room(topology, held))
 
 
 def floors(
@@ -270,7 +274,7 @@ def floors(
         if own_s:
             total += float(np.min(sum(own_s)))
     every = [np.arange(len(node.states)) for node in pricer.nodes]
-    return Floors(total, _least_bytes(reading.graph, pricer.nodes, every))
+    return Floors(total, _least_bytes(reading.graph, pricer.nodes, every, mesh.topology))
 
 
 def least_seconds(

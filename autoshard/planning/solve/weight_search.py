@@ -12,6 +12,7 @@ from autoshard.base.worker import Stopped
 from autoshard.base.workers import WorkerCrew
 from autoshard.planning.price.device_memory import lower_memory_targets, tight_seconds
 from autoshard.planning.price.evaluate import Outcome, evaluate
+from autoshard.planning.price.on_chip_memory import on_chip_room
 from autoshard.planning.solve.equal_times import with_least_memory
 from autoshard.planning.solve.mesh_solve import Solved, Terms, first_bound, first_messages, solve_tied, solve_within
 from autoshard.planning.solve.problem_builder import Weights, kept_of, least_bytes
@@ -243,7 +244,8 @@ class WeightSearch:
         start = processor_seconds()
         weighing = self.weighing
         weights = weighing.following(0.0) or weighing.weights
-        room = limits.memory_bytes
+        # The solver counts buffers in on-chip memory too.
+        most = room = limits.memory_bytes + on_chip_room(self.model.mesh.topology, limits.memory_bytes)
         for self.rounds in range(1, MAX_ROUNDS + 1):
             left = limits.seconds - (processor_seconds() - start)
             if self.rounds > 1 and left < 0.1 * limits.seconds:
@@ -259,7 +261,7 @@ class WeightSearch:
             self.messages = solved.messages
             self.unconstrained_bound_s = max(self.unconstrained_bound_s, solved.unconstrained_bound * 1e-12)
             lower_s = solved.solution.lower_bound * 1e-12
-            if room == limits.memory_bytes:  # a bound under less memory does not hold for the limit
+            if room == most:  # a bound under less memory does not hold for the limit
                 if lower_s > weighing.bound_s or self.certified is None:
                     self.certified = solved
                 weighing.add_bound(weights, lower_s)
@@ -267,7 +269,7 @@ class WeightSearch:
             if candidate is None or not required.holds(candidate.choices):
                 return
             if not candidate.fits and candidate.outcome.solved_bytes <= room:
-                room -= candidate.outcome.peak_bytes - limits.memory_bytes  # for collective buffers
+                room = _less_room(room, candidate.outcome, limits.memory_bytes)
                 continue
             if candidate.fits:
                 candidate = dataclasses.replace(candidate, weights=weights)
@@ -284,6 +286,16 @@ class WeightSearch:
             if gap <= good_enough or following is None or weighing.bound_s >= beat_s:
                 return
             weights = following
+
+
+def _less_room(room: int, outcome: Outcome, memory_limit: int) -> int:
+    """Return a smaller limit for the solver, after the choices that it found within `room` bytes did not fit.
+
+    They lack room for buffers of collectives, which the solver does not count, or fewer buffers stay on the chip than
+    its limit allowed for.
+    """
+    on_chip = max(0, outcome.solved_bytes - outcome.peak_bytes)
+    return min(room - (outcome.peak_bytes - memory_limit), memory_limit + on_chip)
 
 
 def _rank(candidate: Candidate) -> tuple[float, int]:
@@ -354,10 +366,10 @@ class Completing:
         fits = free is not None and free.fits
         if fits or least_bytes(self.model, kept_of(self.model, baseline.allowed)) > self.memory_limit:
             return free
-        limited = self._completed(baseline, self.memory_limit, time_limit)
-        if limited is not None and not limited.fits and limited.outcome.solved_bytes <= self.memory_limit:
-            room = 2 * self.memory_limit - limited.outcome.peak_bytes  # for collective buffers
-            limited = self._completed(baseline, room, time_limit)
+        room = self.memory_limit + on_chip_room(self.model.mesh.topology, self.memory_limit)
+        limited = self._completed(baseline, room, time_limit)
+        if limited is not None and not limited.fits and limited.outcome.solved_bytes <= room:
+            limited = self._completed(baseline, _less_room(room, limited.outcome, self.memory_limit), time_limit)
         # A baseline that does not fit is still shown, with the memory that it needs.
         return limited if limited is not None and limited.fits else free
 

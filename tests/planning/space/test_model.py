@@ -10,7 +10,8 @@ import pytest
 from jax import lax
 
 from autoshard.planning.price.evaluate import evaluate, tensor_spec
-from autoshard.planning.solve.problem_builder import build_problem
+from autoshard.planning.price.on_chip_memory import on_chip_room
+from autoshard.planning.solve.problem_builder import build_problem, kept_of, least_bytes
 from autoshard.planning.solve.time_weights import even_weights, normalise
 from autoshard.planning.solve.weight_search import search
 from autoshard.planning.space.decision_model import EXPOSED, Channel, Model
@@ -56,7 +57,9 @@ def test_problem_and_judgement_agree_on_any_choice(name: str, topology: str, mes
         assert checked.cost < FORBIDDEN
         assert checked.cost * 1e-12 == pytest.approx(weighted, abs=rounding)
         assert checked.peak_usage + model.fixed_bytes == outcome.solved_bytes
-        assert outcome.solved_bytes <= outcome.peak_bytes == sum(outcome.memory.values())
+        on_chip = on_chip_room(model.mesh.topology, outcome.solved_bytes)
+        assert outcome.solved_bytes - on_chip <= outcome.peak_bytes == sum(outcome.memory.values())
+        assert least_bytes(model, kept_of(model, None)) <= outcome.peak_bytes
         assert checked.cost * 1e-12 <= outcome.step_time_s + rounding, "a weighting bounds the true time from below"
 
 
