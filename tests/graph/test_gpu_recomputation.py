@@ -43,7 +43,7 @@ def large(graph: OpGraph, tensors: Any) -> list[int]:
 @pytest.mark.parametrize(
     ("layers", "dtype", "stored"),
     [
-        # Of three masked gradients the first layer's is stored; it is computed from three values.
+        # The masked gradient of the first layer alone is computed from three values, and is stored.
         (3, "bfloat16", {"convolution": 5, "maximum": 1, "add": 1 + 3, "select": 1}),
         # One sum of residual gradients is stored, and every other masked gradient.
         (6, "float32", {"convolution": 11, "maximum": 1, "add": 4 + 6 + 1, "select": 3}),
@@ -88,3 +88,24 @@ def test_without_sums_over_the_batch_gradients_of_filters_run_at_once() -> None:
     graph = normalised(3, "bfloat16", norm=False)
     liveness = analyse(graph, rules=GPU)
     assert defer_filter_gradients(graph, liveness) == liveness
+
+
+def test_zeros_for_gradients_that_go_on_are_written_before_the_backward_pass() -> None:
+    """Scatter into zeros for the gradients of a resize and of a table; only updates need the latter."""
+
+    def step(table: Any, kernel: Any, ids: Any) -> Any:
+        def loss(table: Any, kernel: Any) -> Any:
+            x = table[ids].reshape(-1, 8, 8, 16) @ kernel
+            x = jax.image.resize(x, (x.shape[0], 16, 8, 16), "nearest")
+            return jnp.sum((x @ kernel) ** 2)
+
+        return jax.value_and_grad(loss, (0, 1))(table, kernel)
+
+    shape = jax.ShapeDtypeStruct
+    graph = graph_of(step, shape((512, 1024), "float32"), shape((16, 16), "float32"), shape((4096,), "int32"))
+    live = {tensor: (start, stop) for tensor, start, stop in analyse(graph, rules=GPU).buffers}
+    resized, rows = (op for op in graph.ops if op.kind == "scatter")
+    loss = graph.tensors[graph.results[0]].producer
+    assert graph.tensors[rows.results[0]].shape == (512, 1024)
+    assert live[resized.results[0]][0] == loss < resized.id
+    assert live[rows.results[0]][0] == rows.id

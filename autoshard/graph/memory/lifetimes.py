@@ -24,6 +24,7 @@ def buffers_of(graph: OpGraph, analysis: FusionAnalysis) -> tuple[Buffers, tuple
         start[tensor] = graph.tensors[source].producer  # it is written while the matmul runs
     if analysis.rules.gpu_kernels:
         start |= _shared_fills(graph)
+        start |= {tensor: min(start[tensor], first) for tensor, first in _early_fills(graph).items()}
     last = dict.fromkeys(materialised, -1)
     for fusion in analysis.fusions:
         for read in fusion.reads:
@@ -70,7 +71,8 @@ def _run_leaves_late(graph: OpGraph, analysis: FusionAnalysis, last: dict[int, i
 
     Two matmuls outside of loops share an operand, as the gradients of a layer's input and weight do. The compiler may
     rewrite the one whose result is needed later (`_is_rewritten`), which then has a late place in the order. It runs
-    when its result is needed, or after all kernels that read results of the others.
+    when its result is needed, or after all kernels that read results of the others. Kernels that read the gradient of a
+    convolution's input count too, as the head's gradient of autoencoders on h100 shows.
 
     Evidence: docs/compiler_behaviour.md, "Storage by the GPU compiler".
     """
@@ -81,15 +83,17 @@ def _run_leaves_late(graph: OpGraph, analysis: FusionAnalysis, last: dict[int, i
         op = graph.ops[fusion.root]
         for tensor in fusion.reads:
             needed.setdefault(tensor, fusion.root)
-            if op.kind == "dot_general" and op.loop < 0:
+            if op.kind in ("dot_general", "convolution") and op.loop < 0:
                 sharing.setdefault(tensor, []).append(fusion)
     put_off: dict[int, tuple[Fusion, int]] = {}
     final = -1
-    """Last op that reads a result for which another matmul was put off."""
+    """Last op that reads a result for which another matmul was put off, or the gradient of a convolution's input."""
     for matmuls in sharing.values():
         ready = {each.root: min((needed.get(t, end) for t in each.writes), default=end) for each in matmuls}
         first = min(matmuls, key=lambda each: ready[each.root])
         read_until = max((last.get(t, -1) for t in first.writes), default=-1)
+        if graph.ops[first.root].kind == "convolution" and len(matmuls) > 1 and read_until < end:
+            final = max(final, read_until)
         for late in matmuls:
             if late.root < read_until < ready[late.root] and _is_rewritten(graph.ops[late.root]):
                 put_off[late.root] = late, ready[late.root]
@@ -102,7 +106,7 @@ def _run_leaves_late(graph: OpGraph, analysis: FusionAnalysis, last: dict[int, i
 
 def _is_rewritten(op: Op) -> bool:
     """Return True if the GPU compiler replaces a matmul: one with batch dims or several contracted dims."""
-    if op.rule is None:
+    if op.rule is None or op.kind != "dot_general":
         return False
     left, right = ({factor for dim in dims for factor in dim} for dims in op.rule.operands[:2])
     contracted = (left & right) - {factor for dim in op.rule.results[0] for factor in dim}
@@ -124,6 +128,29 @@ def _shared_fills(graph: OpGraph) -> dict[int, int]:
             first.setdefault(key, op.id)
             last[key] = op.results[0]
     return {result: first[key] for key, result in last.items()}
+
+
+def _early_fills(graph: OpGraph) -> dict[int, int]:
+    """Map the results of scatters into generated values, in the backward pass, to the op from which they are live.
+
+    XLA's GPU compiler writes the zeros of gradients of gathers before the backward pass begins, as nothing comes before
+    them. The pass begins where a returned scalar, the loss, is computed, or after a loop. Seen in the resizes of two
+    autoencoders on h100, whose largest zeros are written in the forward pass. Gradients of tables, which only updates
+    need, were seen to get their zeros at the scatter.
+    """
+    losses = [graph.tensors[t].producer for t in graph.results if not graph.tensors[t].shape]
+    begins = min((producer for producer in losses if producer >= 0), default=len(graph.ops))
+    ends = [loop.stop for loop in graph.loops if loop.parent < 0]
+    early, leads = {}, set[int]()
+    for op in reversed(graph.ops):
+        goes_on = not leads.isdisjoint(op.results)
+        if goes_on or op.op_class is OpClass.HEAVY:
+            leads.update(op.operands)
+        filled = op.kind == "scatter" and op.loop < 0 and op.operands[0] in graph.generated
+        if filled and goes_on and begins < op.id:
+            first = max([begins, *(end for end in ends if end <= op.id)])
+            early |= dict.fromkeys(op.results, first)
+    return early
 
 
 def _written_over(graph: OpGraph, analysis: FusionAnalysis, last: Mapping[int, int]) -> frozenset[int]:

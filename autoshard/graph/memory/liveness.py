@@ -188,7 +188,7 @@ def _extended(liveness: Liveness, until: Mapping[int, int]) -> Liveness:
 
 
 _HIDES_SUM = 5
-"""Convolutions that XLA's GPU scheduler runs beside one collective: its latency of 5,000 over 1,000 for a call.
+"""Convolutions that XLA's GPU scheduler runs during one collective: its latency of 5,000 over 1,000 for a call.
 
 Source: `kHighLatency` and `kMediumCost` in `xla/service/gpu/gpu_latency_hiding_scheduler.cc`.
 """
@@ -199,8 +199,8 @@ def defer_filter_gradients(graph: OpGraph, liveness: Liveness) -> Liveness:
 
     Gradients through a batch normalisation need sums over the batch, which devices add up while other work runs. The
     scheduler goes from the last op back, and the gradients of filters are free to move, as only updates need them.
-    The last sums get `_HIDES_SUM` of them each, and operands stay live until then. Seen in convolutional steps on
-    h100, where a batch split over devices and norms of two to six convolutions made all but the first run last.
+    The last sums get `_HIDES_SUM` of them each, and operands stay live until then. In steps of
+    three and six convolutions on h100 all but the first layer's ran last.
     """
     reads = {fusion.root: fusion.reads for fusion in liveness.fusions}
     last = _last_convolutions(graph)

@@ -148,8 +148,8 @@ class Residency:
     def _share_until(self, tensor: int, reader: int) -> float:
         """Return the largest share of a tensor that is still on the chip when an op reads it; 0 if none is.
 
-        The compiler copies a value that a later op needs to main memory beside other work, and reads the first copy
-        until something else needs its place. Sums of batch norms read outputs of convolutions so (v5e, v6e).
+        The compiler copies a value that later ops need to main memory while other kernels run. Kernels read the first
+        copy until something else needs its place. Sums of batch norms read outputs of convolutions so (v5e, v6e).
         """
         start, size = self._made.get(tensor, (0, 0))
         if not size or reader < start or self.graph.ops[reader].loop >= 0:
