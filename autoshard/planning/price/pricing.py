@@ -429,7 +429,7 @@ class _Pricer(NodePricer):
         """Return how a reshard may be hidden: as one of parameters, of gradients or next to a matmul.
 
         A reshard without an op (-1) is never hidden. Ops without other compute between loops get the weaker form of
-        `ALONE`, and so do the first gathers and the last sums of a step without loops.
+        `ALONE`. So do the first gathers and the last sums of a step without loops.
         """
         if op < 0:
             return Overlap.NONE

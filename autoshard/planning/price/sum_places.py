@@ -83,8 +83,8 @@ class SumPlaces:
         """Yield masks of a reshard's pairs of states whose sums the compiler moves, with the block of these sums.
 
         A sum leaves a loop if it is whole and nothing else is resharded with it (`sums_after_loops`). A compiler that
-        combines collectives runs the small sums of a trip at its end, after the last of their operands, and so it runs
-        those of a step outside of loops. Evidence: docs/compiler_behaviour.md, "Combined sums of a trip".
+        combines collectives runs the small sums of a trip at its end, after the last of their operands. Evidence:
+        docs/compiler_behaviour.md, "Combined sums of a trip".
         """
         path = each.path
         source, target = path.source[:, None, :], path.target[None, :, :]
