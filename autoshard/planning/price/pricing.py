@@ -172,8 +172,9 @@ class _Pricer(NodePricer):
                 copies[(tensor, block)] = source = self.add_copy(tensor, block, source, sorted(users))
             for op_id, operand in uses:
                 self.add_heavy_operand(self.graph.ops[op_id], operand, tensor, source, op_node[op_id])
-        for op_id, last in self.sum_places.joined.items():
-            self.add_joined_sum(self.graph.ops[op_id], self.graph.ops[last], op_node)
+        for pair in self.sum_places.joined.items():
+            ends = [(op_node[op], self.nodes[op_node[op]].states) for op in pair]
+            self.reshards.extend(self.sum_places.apart(pair, ends))
         for result, argument in self.structure.ties:
             self.add_tie(result, argument, -1, cluster_node)
         for loop in self.graph.loops:
@@ -252,30 +253,6 @@ class _Pricer(NodePricer):
             ValueUse(out, op.id, op.loop, trips),
             ReshardStates(source, source, source, aim, shape, dtype, stacked),
         )
-
-    def add_joined_sum(self, op: Op, last: Op, op_node: dict[int, int]) -> None:
-        """Add the sum of a matmul's result over devices where it does not join that of the matmul `last`.
-
-        It joins if both strategies leave equal states; it then costs nothing. Else it is priced as a whole sum.
-
-        - `op_node`: node of each heavy op.
-        """
-        record, source, target = self.graph.tensors[op.results[0]], op_node[op.id], op_node[last.id]
-        own, other = (result_states(each, self.nodes[op_node[each.id]].states, 0) for each in (op, last))
-        (first, rows), (first_other, columns) = distinct(own), distinct(other)
-        own, other = own[first], other[first_other]
-        widened = self.collectives.widen_dtype(record.dtype)
-        reduce_itemsize = 4 if widened != record.dtype else record.itemsize
-        whole = np.full_like(other, WHOLE)
-        ends = (own, own, record.shape, own, whole)
-        path = self.shared(Path(record.shape, *ends, record.itemsize, reduce_itemsize))
-        each = Reshard(
-            source, target, op.results[0], op.id, op.loop, self.graph.trips(op.loop), Overlap.NONE, rows, columns, {},
-            None, path,
-        )  # fmt: skip
-        each = self.sum_places.apart(each, own, other)
-        if each.costs:
-            self.reshards.append(each)
 
     def add_heavy_operand(self, op: Op, operand: int, tensor: int, source_node: int, node: int) -> None:
         """Add the reshard from a cluster or copy to an operand of a heavy op; an op without a rule wants it whole.
@@ -452,7 +429,7 @@ class _Pricer(NodePricer):
         """Return how a reshard may be hidden: as one of parameters, of gradients or next to a matmul.
 
         A reshard without an op (-1) is never hidden. Ops without other compute between loops get the weaker form of
-        `ALONE`, and so do the first gathers and the last sums of a step without loops.
+        `ALONE`. So do the first gathers and the last sums of a step without loops.
         """
         if op < 0:
             return Overlap.NONE

@@ -1,7 +1,7 @@
 """Places at which compilers run the sums over devices: at the op, at the end of a trip, after the loop, or joined."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,8 +11,9 @@ from autoshard.graph import OpGraph, Structure
 from autoshard.planning.price.device_memory import JOINED
 from autoshard.planning.price.reshard_paths import PathPrices
 from autoshard.planning.space.decision_model import EXPOSED, Channel, Path, Reshard
+from autoshard.planning.space.op_strategies import result_states
 from autoshard.planning.space.overlap import Overlap
-from autoshard.planning.xla.axis_assignments import PARTIAL, WHOLE, Seconds, States, local_elements
+from autoshard.planning.xla.axis_assignments import PARTIAL, WHOLE, Seconds, States, distinct, local_elements
 from autoshard.planning.xla.rewritten_sums import added_sums
 from autoshard.planning.xla.sums_after_loops import sums_after_loops
 
@@ -54,23 +55,36 @@ class SumPlaces:
                 )  # fmt: skip
         yield each if rest.all() else dataclasses.replace(each, costs=self._at_pairs(each.costs, rest), runs=rest)
 
-    def apart(self, each: Reshard, own: States, other: States) -> Reshard:
-        """Return the sums of an op at the strategies at which they do not join those of another op.
+    def apart(self, ops: tuple[int, int], ends: Sequence[tuple[int, States]]) -> Iterator[Reshard]:
+        """Yield the sum of a matmul's result where it does not join that of another, priced as a whole sum; if any.
 
-        - `each`: reshard without costs, from the op's node to the other op's node.
-        - `own`, `other`: states of both results, as the strategies leave them, one row for each of the path's rows and
-          columns.
+        It joins, and costs nothing, if both strategies leave equal states.
+
+        - `ops`: the two matmuls.
+        - `ends`: node and strategies of each.
         """
-        runs = (np.maximum(own, PARTIAL)[:, None, :] != np.maximum(other, PARTIAL)[None, :, :]).any(axis=2)
-        runs &= (own <= PARTIAL).any(axis=1)[:, None]
-        return dataclasses.replace(each, costs=self._at_pairs(self._seconds(each, each.block), runs), runs=runs)
+        op = self.graph.ops[ops[0]]
+        record = self.graph.tensors[op.results[0]]
+        results = (result_states(self.graph.ops[each], states, 0) for each, (_, states) in zip(ops, ends, strict=True))
+        (own, rows), (other, columns) = ((states[first], at) for states in results for first, at in [distinct(states)])
+        widened = self.prices.collectives.widen_dtype(record.dtype) != record.dtype
+        sizes = record.itemsize, 4 if widened else record.itemsize
+        path = Path(record.shape, own, own, record.shape, own, np.full_like(other, WHOLE), *sizes)
+        nodes = ends[0][0], ends[1][0]
+        trips = self.graph.trips(op.loop)
+        each = Reshard(*nodes, record.id, op.id, op.loop, trips, Overlap.NONE, rows, columns, {}, None, path)
+        alike = (np.maximum(own, PARTIAL)[:, None, :] == np.maximum(other, PARTIAL)[None, :, :]).all(axis=2)
+        runs: NDArray[np.bool_] = ~alike & np.any(own <= PARTIAL, axis=1, keepdims=True)
+        costs = self._at_pairs(self._seconds(each, op.loop), runs)
+        if costs:
+            yield dataclasses.replace(each, costs=costs, runs=runs)
 
     def _moved(self, each: Reshard) -> Iterator[tuple[NDArray[np.bool_], int]]:
         """Yield masks of a reshard's pairs of states whose sums the compiler moves, with the block of these sums.
 
         A sum leaves a loop if it is whole and nothing else is resharded with it (`sums_after_loops`). A compiler that
-        combines collectives runs the small sums of a trip at its end, after the last of their operands, and so it runs
-        those of a step outside of loops. Evidence: docs/compiler_behaviour.md, "Combined sums of a trip".
+        combines collectives runs the small sums of a trip at its end, after the last of their operands. Evidence:
+        docs/compiler_behaviour.md, "Combined sums of a trip".
         """
         path = each.path
         source, target = path.source[:, None, :], path.target[None, :, :]

@@ -60,7 +60,7 @@ def test_only_matmuls_that_additions_alone_read_are_joined() -> None:
 
 
 def test_a_sum_that_does_not_join_is_priced() -> None:
-    """Two matmuls of one addition cost one sum if both leave partial results, and a sum each otherwise."""
+    """Charge one sum for two matmuls of an addition if both leave partial results, and a sum each otherwise."""
     program = gated()
     plan = make_plan(program, Options(topology="v5e:2x4", mesh="data=8")).plan
     model = plan.graph(program).priced.model

@@ -180,7 +180,7 @@ def test_rows_of_an_argument_are_copied_and_those_that_the_program_makes_are_pad
 
 @pytest.mark.heavy
 def test_rows_of_a_split_table_are_summed_in_float32_and_whole_ones_are_rounded() -> None:
-    """Rows that matmuls read are rounded where they are read; partial rows are summed first, as the compiler does."""
+    """Round rows of a whole table where they are read, and partial rows after their sum, as the compiler does."""
 
     def found(table: Any, ids: Any, w: Any) -> Any:
         return table[ids] @ w
