@@ -1,6 +1,7 @@
 """Batches that a step reshapes into microbatches under a scan: split where they enter, and exchanged once."""
 
 import functools
+from collections import defaultdict
 from typing import Any
 
 import jax
@@ -9,7 +10,14 @@ import numpy as np
 import pytest
 
 import autoshard
+from autoshard.cost import Topology
 from autoshard.planning import Plan
+from autoshard.planning.price.evaluate import evaluate
+from autoshard.planning.price.step_ledger import itemise
+from autoshard.planning.record.plan_parts import WAITS_FOR_HOST
+from autoshard.planning.space.decision_model import HOST
+from autoshard.program import Program
+from tests.planning.programs import model_of
 
 
 WIDTH = 4096
@@ -33,16 +41,18 @@ def accumulated(count: int) -> Any:
     return step
 
 
-@functools.cache
-def planned(count: int, rows: int = 8192, pins: tuple[tuple[str, str], ...] = ()) -> Plan:
-    """Plan such a step on eight chips in one axis."""
-
+def traced(count: int, rows: int = 8192) -> Program:
     def like(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
     args = ({"up": like(WIDTH, 512), "down": like(512, 8)}, like(rows, WIDTH), like(rows, 8))
-    program = autoshard.trace(accumulated(count), args)
-    return autoshard.plan(program, topology="v5e:2x4", mesh="d=8", pins=dict(pins))
+    return autoshard.trace(accumulated(count), args)
+
+
+@functools.cache
+def planned(count: int, rows: int = 8192, pins: tuple[tuple[str, str], ...] = ()) -> Plan:
+    """Plan such a step on eight chips in one axis."""
+    return autoshard.plan(traced(count, rows), topology="v5e:2x4", mesh="d=8", pins=dict(pins))
 
 
 @pytest.mark.parametrize("count", [2, 4, 8, 16])
@@ -64,6 +74,28 @@ def test_the_batch_is_exchanged_once_before_the_loop(count: int, kinds: int) -> 
     # Each device sends seven eighths of its eighth, once. Microbatches fewer than devices need a second exchange.
     assert exchange.count == 1
     assert exchange.wire_bytes == kinds * 8192 * WIDTH * 4 // 8 * 7 // 8
+
+
+def test_copies_of_a_batch_take_the_time_of_their_feeding() -> None:
+    whole, split = planned(8, pins=(("x", "None,None"),)), planned(8)
+    chip = Topology.parse("v5e:2x4").chip
+    copies_s = 8192 * WIDTH * 4 * 7 / 8 / (chip.pcie_bytes_per_s_per_chip / chip.devices_per_chip)
+    # Little compute outside of the loop hides it.
+    assert whole.prediction.step_time_s > split.prediction.step_time_s
+    assert whole.prediction.exposed_comm_s == pytest.approx(copies_s, rel=0.1)
+    assert whole.timeline is not None and WAITS_FOR_HOST in {span.name for span in whole.timeline.spans}
+
+
+def test_the_ledger_has_the_feed() -> None:
+    model = model_of(traced(8), "v5e:2x4", "d=8")
+    choices = np.zeros(len(model.nodes), dtype=np.int64)
+    sums: dict[Any, float] = defaultdict(float)
+    for row in itemise(model, choices).rows:
+        for channel, seconds in row.channels():
+            sums[channel] += seconds
+    wanted = {channel: seconds for channel, seconds in evaluate(model, choices).channels.items() if seconds}
+    assert (-1, HOST) in wanted
+    assert {channel: seconds for channel, seconds in sums.items() if seconds} == pytest.approx(wanted)
 
 
 def test_a_count_that_does_not_fit_the_devices_gathers_rows_or_splits_columns() -> None:

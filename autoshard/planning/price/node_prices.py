@@ -227,9 +227,12 @@ class NodePricer:
         The least that any state loads is left out, since a step's batch is sent during the step before. `fed` has the
         bytes of each large batch argument on one device, [states].
         """
-        if fed and (copies := sum(each - each.min() for each in fed)).any():
+        if not fed:
+            return
+        copies = np.sum([each - each.min() for each in fed], axis=0)
+        if copies.any():
             channel = (-1, HOST)
-            time[channel] = time.get(channel, 0.0) + self.compute.host_seconds(copies)
+            time[channel] = time.get(channel, np.zeros(len(copies))) + self.compute.host_seconds(copies)
 
     def recomputes(self, softmax: Softmax, states: States) -> np.ndarray:
         """Return a mask of the states in which kernels recompute the probabilities, [states].

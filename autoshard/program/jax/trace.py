@@ -46,7 +46,7 @@ def trace(
     which has the argument's name. Other results are named `result` and their path.
 
     - `args`: pytrees of arrays or `jax.ShapeDtypeStruct`, one per positional argument, or all of them by name.
-      Nothing is allocated for the latter type. Arguments that a `jax.jit` function declares as static keep their values.
+      Nothing is allocated for the latter type. Static arguments of a `jax.jit` function keep their values.
     - `name`: name of the program; None for that of `fn`.
     - `donate_argnums`: positions of the arguments whose memory the results may reuse; None for those of a `jax.jit`
       function.
@@ -84,7 +84,7 @@ def trace(
     if len(positions) != len(args):
         raise UserError(f"arg_names: {len(positions)} names were given for {len(args)} arguments of `{label}`.")
 
-    functional_form = user_code(label, lambda: functional(fn, args))
+    functional_form = user_code(label, lambda: functional(call.fn, call.args))
     fn, args = functional_form.fn, functional_form.args
     names: list[str] = []
     names_used: set[str] = set()
