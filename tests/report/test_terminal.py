@@ -38,7 +38,7 @@ def test_the_recipe_stands_below_the_step(plan: Plan):
     assert line.startswith("RECIPE: parameters ") and "optimizer state " in line
     options = {"source": {"program": "hf:llama3-8b", "options": {"remat": "dots", "microbatches": 4}}}
     stated = dataclasses.replace(plan, provenance=plan.provenance | options)
-    assert recipe_line(stated).startswith("remat dots, microbatches 4, parameters ")
+    assert recipe_line(stated).startswith("remat dots, microbatches 4, computed in bfloat16, parameters ")
     call = Call(0, "splash_mha_fwd", (), (), ())
     assert recipe_line(dataclasses.replace(stated, calls=(call,))).startswith("splash attention, remat dots")
 
