@@ -65,7 +65,7 @@ FLAGS = {
         ),
         *("--topology", "--tpot", "--ttft", "--weights"),
     },
-    "explain": {"--debug", "--entry", "--json", "--program", "--quiet", "--time-limit"},
+    "explain": {"--debug", "--entry", "--json", "--program", "--quiet", "--solve", "--time-limit"},
     "export": {"--debug", "--entry", "--force", "--json", "--out", "--program", "--quiet", "--to", "-o"},
     "graph": {"--debug", "--force", "--json", "--out", "--plan", "--quiet", "--whole", "-o"} | PROGRAM,
     "measure": {"--check", "--debug", "--json", "--plan", "--profile", "--quiet", "--steps", "--tolerance"}

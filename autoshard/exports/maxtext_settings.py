@@ -61,8 +61,8 @@ def _check_heads(plan: Plan, degree: int) -> None:
     heads = fields.get("num_key_value_heads") or fields.get("num_attention_heads")
     if heads and heads % degree:
         raise FormError(
-            f"MaxText splits {heads} heads of keys over {degree} devices of tensor parallelism, which do not divide "
-            f"them; plan with an axis of {math.gcd(heads, degree)} in place of {degree}, such as with --mesh."
+            f"MaxText splits whole heads of keys, and {heads} cannot be split over {degree} devices of tensor "
+            f"parallelism; --mesh with an axis of {math.gcd(heads, degree)} in its place can be exported."
         )
 
 

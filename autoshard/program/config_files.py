@@ -37,9 +37,10 @@ def bundled() -> list[str]:
 def read_config(given: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return (short name, fields) of a configuration.
 
-    `given` is the mapping of fields, or names a JSON file, a folder with a `config.json`, a bundled configuration, or a
-    model of the hub (`OWNER/NAME`) whose `config.json` is in the local cache of huggingface_hub. The short name is the
-    file's stem, for a `config.json` its folder's name, for a model of the hub its own, for a mapping its `model_type`.
+    `given` is the mapping of fields, or names a JSON file, a folder with a `config.json`, or a bundled configuration.
+    It may also be a model of the hub (`OWNER/NAME`) whose `config.json` is in the local cache of huggingface_hub. The
+    short name is the file's stem, for a `config.json` its folder's name. A model of the hub has its own, a mapping its
+    `model_type`.
     Raises `UserError` if there is no such configuration, or if it is not that of a model.
     """
     if not isinstance(given, str):

@@ -62,10 +62,14 @@ def recipe_line(plan: Plan) -> str:
     words = [*attention]
     words += [f"{name} {value}" for name in ("remat", "microbatches", "host") if (value := options.get(name))]
     words += [options["optimizer"]] if options.get("optimizer") else []
-    words += [f"computed in {options['dtype']}"] if options.get("dtype") else []
+    words += [options["dtype"]] if options.get("dtype") else []
     by_role = {role: _largest_dtype(plan, role) for role in ("parameter", "frozen", "optimizer_state")}
     named = {"parameter": "parameters", "frozen": "frozen parameters", "optimizer_state": "optimizer state"}
-    words += [f"{named[role]} {dtype}" for role, dtype in by_role.items() if dtype]
+    stored = {dtype for dtype in by_role.values() if dtype}
+    if len(stored) == 1:
+        words += [f"stored in {stored.pop()}"]
+    else:
+        words += [f"{named[role]} {dtype}" for role, dtype in by_role.items() if dtype]
     return ", ".join(map(str, words)) or "no parameters"
 
 

@@ -315,7 +315,9 @@ def test_maxtext_refuses_tensor_degrees_that_do_not_divide_heads_of_keys(
     if fits:
         assert "ici_tensor_parallelism: 8" in maxtext_text(sourced, "")
         return
-    with pytest.raises(FormError, match=f"MaxText splits {kv_heads} heads of keys over 8 devices of tensor"):
+    with pytest.raises(
+        FormError, match=f"MaxText splits whole heads of keys, and {kv_heads} cannot be split over 8 devices"
+    ):
         maxtext_text(sourced, "")
 
 

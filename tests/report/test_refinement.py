@@ -1,5 +1,7 @@
 """A refinement on a terminal: the best first, dropped plans with reasons, and learned figures with their evidence."""
 
+import re
+
 import pytest
 from rich.console import Console
 
@@ -30,6 +32,9 @@ def test_the_table_the_ending_and_the_figures(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(refinement, "judge_of", lambda *_: judge)
     result = refine(programs.program("mlp"), topology="cpu:8", mesh="data=4,model=2", plans=3, rounds=1)
     text = shown(result)
+    assert re.match(r"Measured .* a step; predicted were .* before, .* after learning: ", text.splitlines()[1])
+    near = abs(result.best.predicted_after_s / result.best.seen.seconds - 1) <= 0.1
+    assert ("learning: explained." in text) == near and ("is not explained by what was learned" in text) == (not near)
     names = {each.name.split()[0] for each in result.judged}
     rows = [line for line in text.splitlines() if line.split(" ")[0] in names]
     assert rows[0].startswith(result.best.name)

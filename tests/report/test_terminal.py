@@ -35,10 +35,10 @@ def test_tokens_a_second_stand_with_the_step(plan: Plan):
 
 def test_the_recipe_stands_below_the_step(plan: Plan):
     line = rendered(plan, 120).splitlines()[4]
-    assert line.startswith("RECIPE: parameters ") and "optimizer state " in line
+    assert line.rstrip() == "RECIPE: stored in bfloat16"
     options = {"source": {"program": "hf:llama3-8b", "options": {"remat": "dots", "microbatches": 4}}}
     stated = dataclasses.replace(plan, provenance=plan.provenance | options)
-    assert recipe_line(stated).startswith("remat dots, microbatches 4, parameters ")
+    assert recipe_line(stated).startswith("remat dots, microbatches 4, bfloat16, stored in bfloat16")
     call = Call(0, "splash_mha_fwd", (), (), ())
     assert recipe_line(dataclasses.replace(stated, calls=(call,))).startswith("splash attention, remat dots")
 

@@ -232,7 +232,7 @@ class _Explainer:
         - `chosen`: the plan's spec.
 
         Specs are solved again in order of their step time under fixed decisions, at most `SOLVED`, until the time
-        limit; a limit of 0 solves none. A spec without a solution has its price under fixed decisions.
+        limit. A limit of 0 solves none. A spec without a solution has its price under fixed decisions.
         """
         node = self.model.cluster_node[cluster]
         rows: dict[Spec, list[int]] = {}

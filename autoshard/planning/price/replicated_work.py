@@ -77,7 +77,11 @@ def replicated_work_lines(ledger: Ledger, groups: Groups, step_time_s: float) ->
         if each.seconds < NOTICEABLE * step_time_s:
             rest[each.axes].append(each)
             continue
-        remedy = f"it can be split by {', '.join(each.splits)}" if each.splits else "it cannot be split"
+        remedy = (
+            f"it can be split by {', '.join(each.splits)}; a --pin shows at what cost"
+            if each.splits
+            else "it cannot be split"
+        )
         if each.call and not each.splits:
             remedy = "neither its grid nor a rule says what may be split there; `autoshard.register_rule` can"
         lines.append(

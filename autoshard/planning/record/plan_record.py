@@ -213,8 +213,9 @@ class Plan:
     def explain(self, name: str, program: Any = None, *, solve: bool = False) -> Any:
         """Explain why argument or result `name` has its spec: an `Explanation` with the cost of every other spec.
 
-        All other decisions are fixed; with `solve` they are solved again for the most promising specs. The program is opened again from its source (a file, `hf:CONFIG`). Pass `program` if the plan was made from a
-        `Program`. See `explain_plan`.
+        All other decisions are fixed; with `solve` they are solved again for the most promising specs. The program is
+        opened again from its source (a file, `hf:CONFIG`). Pass `program` if the plan was made from a `Program`. See
+        `explain_plan`.
         """
         return provider("explain")(self, name, program, solve=solve)
 

@@ -342,10 +342,12 @@ class _Requirements:
         missing = len(shape) - len(pin.dims) - rest
         if missing < 0 or missing > stacked:
             more = f" after the {stacked} of the stack of layers" if stacked else ""
+            whole = all(axes == () for axes in pin.dims)
+            hint = f" `--replicate '{pin.pattern}'` keeps tensors of any rank whole." if whole else ""
             raise UserError(
                 f"{pin.flag} has {len(pin.dims)} dims, but {name} of shape {list(shape)} has {len(shape) - stacked}"
                 f"{more}: write an entry for each: None for a whole dim, ? for a free one, or a final ... if all "
-                "further dims are whole."
+                f"further dims are whole.{hint}"
             )
         for size, own in zip(pin.sizes or (), shape[missing:], strict=False):
             if size not in (None, own):

@@ -140,7 +140,39 @@ def refinement_report(result: Refinement) -> RenderableType:
     ]
     words = [Text(f"  {clean(line)}") for line in plan.words]
     meaning = Text("predicted: before these plans were judged; after: with all that was learned", style="dim")
-    return Group(title, Text(), table, meaning, *notes, Text(), ending, Text(), *_learned(result), Text(), *words)
+    return Group(
+        title,
+        *_explained(result),
+        Text(),
+        table,
+        meaning,
+        *notes,
+        Text(),
+        ending,
+        Text(),
+        *_learned(result),
+        Text(),
+        *words,
+    )
+
+
+EXPLAINED = 0.1
+"""Relative difference from a judged step time below which a prediction explains it."""
+
+
+def _explained(result: Refinement) -> list[RenderableType]:
+    """Return a sentence on the best plan's judged step time and the predictions of it; nothing without a time."""
+    best, judge = result.best, "The compiler says" if result.judge == "compile" else "Measured"
+    seconds = best.seen.seconds
+    if seconds is None or seconds <= 0:
+        return []
+    within = abs(best.predicted_after_s - seconds) <= EXPLAINED * seconds
+    words = (
+        f"{judge} {format_seconds(seconds)} +- {best.seen.error:.0%} a step; predicted were "
+        f"{format_seconds(best.predicted_before_s)} before, {format_seconds(best.predicted_after_s)} after learning: "
+    )
+    words += "explained." if within else "the difference is not explained by what was learned."
+    return [Text(words, style="" if within else "yellow")]
 
 
 def _cells(each: Judged) -> list[str]:

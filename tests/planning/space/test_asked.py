@@ -266,3 +266,12 @@ def test_a_dim_that_does_not_divide_is_reported() -> None:
 def test_pins_that_need_too_much_memory_are_reported() -> None:
     with pytest.raises(autoshard.InfeasibleError, match="the least found is .* with these pins, at its peak"):
         autoshard.plan(two_matmuls(), topology="cpu:8", mesh=MESH, memory_limit=4096, replicate=["up", "down"])
+
+
+def test_a_pin_of_whole_dims_over_several_ranks_names_replicate():
+    program = two_matmuls()
+    options = {"topology": "cpu:8", "mesh": "data=4,model=2"}
+    with pytest.raises(UserError, match=r"`--replicate '\*'` keeps tensors of any rank whole"):
+        make_plan(program, Options(**options, asked=read_asked({"*": "None,None,None,None"})))
+    with pytest.raises(UserError, match=r"further dims are whole\.$"):
+        make_plan(program, Options(**options, asked=read_asked({"*": "data,None,None,None"})))
