@@ -4,6 +4,7 @@ Evidence: docs/compiler_behaviour.md, "Tensors in on-chip memory".
 """
 
 import dataclasses
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -79,14 +80,13 @@ def without_on_chip(
             continue
         during = used[uses[0] : uses[-1] + 1]
         loop = graph.ops[each.start].loop
-        longest_wait = np.diff(clock[uses]).max(initial=0.0) / graph.trips(loop)
-        if longest_wait <= longest and during.max() + each.size <= room:
+        wait = max((clock[b] - clock[a] for a, b in itertools.pairwise(uses)), default=0.0)
+        if wait <= longest * graph.trips(loop) and during.max() + each.size <= room:
             during += each.size
             if not fetched and loop < 0:
                 on_chip.add(number)
         else:
-            at = np.unique(uses)
-            used[at] += np.where(used[at] + each.size <= room, each.size, 0)
+            used[uses] += np.where(used[uses] + each.size <= room, each.size, 0)
     return [each for number, each in enumerate(buffers) if number not in on_chip]
 
 
@@ -103,18 +103,17 @@ def _reads(model: Model) -> dict[int, list[int]]:
     return {tensor: sorted(ops) for tensor, ops in reads.items()}
 
 
-def _clock(model: Model, choices: NDArray[np.int64], buffers: Sequence[LiveBuffer]) -> NDArray[np.float64]:
+def _clock(model: Model, choices: NDArray[np.int64], buffers: Sequence[LiveBuffer]) -> list[float]:
     """Return the seconds of a step before each op, [ops + 1], over all trips of loops.
 
     They are those of heavy ops, and of writing all values to main memory.
     """
-    graph = model.graph
+    graph, byte_seconds = model.graph, float(model.compute.memory_seconds(1.0))
     seconds = np.zeros(len(graph.ops) + 1)
     for op, number in model.op_node.items():
         node = model.nodes[number]
         seconds[op + 1] += sum(float(s[choices[number]]) for (_, what), s in node.time.items() if what == "compute")
     for each in buffers:
         if each.kind not in ARGUMENTS and each.start < len(graph.ops):
-            trips = graph.trips(graph.ops[each.start].loop)
-            seconds[each.start + 1] += trips * float(model.compute.memory_seconds(each.size))
-    return seconds.cumsum()
+            seconds[each.start + 1] += graph.trips(graph.ops[each.start].loop) * each.size * byte_seconds
+    return seconds.cumsum().tolist()

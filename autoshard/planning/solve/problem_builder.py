@@ -11,7 +11,7 @@ from autoshard.cost import Calibration, Mesh, Topology
 from autoshard.graph import OpGraph
 from autoshard.planning.price.analysed_program import AnalysedProgram
 from autoshard.planning.price.node_prices import NodePricer
-from autoshard.planning.price.on_chip_memory import on_chip_room
+from autoshard.planning.price.on_chip_memory import ARGUMENTS, on_chip_room
 from autoshard.planning.space.decision_model import EXPOSED, Channel, Decisions, Model, Node, Reshard
 from autoshard.planning.space.derived_axes import axis_parts_of, stage_axis
 from autoshard.program import Program
@@ -229,18 +229,19 @@ def least_bytes(model: Model, kept: Kept) -> int:
 def _least_bytes(graph: OpGraph, nodes: Sequence[Node], kept: Kept, topology: Topology) -> int:
     """Return the bound of `least_bytes` for some nodes, without the fixed bytes.
 
-    On-chip memory is subtracted as far as it may lower the peak.
-
-    Moments are numbers of ops, and each memory term is live from its `start` up to, not including, its `stop`.
+    At every moment the bytes of values that may be in on-chip memory are subtracted. Arguments and results are never
+    there. Moments are numbers of ops, and each memory term is live from its `start` up to, not including, its `stop`.
     """
-    change = np.zeros(len(graph.ops) + 2, dtype=np.int64)
+    change = np.zeros((2, len(graph.ops) + 2), dtype=np.int64)
     for node, mine in zip(nodes, kept, strict=True):
         for term in node.memory:
             least = term.usage[mine].min(initial=np.iinfo(np.int64).max)
-            change[term.start] += least
-            change[term.stop] -= least
-    held = int(np.cumsum(change).max())
-    return max(0, held - on_chip_room(topology, held))
+            where = int(term.kind in ARGUMENTS or term.stop > len(graph.ops))
+            change[where, term.start] += least
+            change[where, term.stop] -= least
+    values, outer = np.cumsum(change, axis=1)
+    room = on_chip_room(topology, int((values + outer).max()))
+    return int((np.maximum(0, values - room) + outer).max())
 
 
 def floors(

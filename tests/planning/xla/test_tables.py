@@ -13,7 +13,7 @@ from autoshard.cost import Topology, make_mesh
 from autoshard.exec import compile_plan
 from autoshard.planning import Options, make_plan, read_asked
 from autoshard.planning.price.analysed_program import analyse_program, build_model
-from autoshard.planning.price.evaluate import memory_events
+from autoshard.planning.price.evaluate import solved_buffers
 from autoshard.planning.xla.axis_assignments import WHOLE
 from autoshard.planning.xla.table_layouts import Copies, table_copies
 from autoshard.program import Program, trace
@@ -155,8 +155,8 @@ def test_narrow_shards_of_a_table_take_whole_registers(topology: str, padded: bo
     assert seconds[columns] > seconds[rows]
     choices = np.zeros(len(model.nodes), dtype=np.int64)
     choices[scatter] = columns
-    events = [size for start, size, kind in memory_events(model, choices) if (start, kind) == (op.id, "temporaries")]
-    assert {int(held.usage[columns]) for held in node.memory}.issubset(events)
+    sizes = [b.size for b in solved_buffers(model, choices) if (b.start, b.kind) == (op.id, "temporaries")]
+    assert {int(held.usage[columns]) for held in node.memory}.issubset(sizes)
 
 
 @pytest.mark.parametrize("made", [False, True])
