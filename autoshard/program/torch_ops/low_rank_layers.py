@@ -62,7 +62,8 @@ class AdaptedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the base's result plus the scaled update, in the dtype of the base's result."""
         result = self.base_layer(x)
-        first, second = self.lora_A["default"], self.lora_B["default"]
+        first: Any = self.lora_A["default"]
+        second = self.lora_B["default"]
         update = second(first(x.to(first.weight.dtype))) * self.scaling
         return (result + update).to(result.dtype)
 
@@ -89,7 +90,7 @@ class QuantisedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x @ weight.T + bias` in the dtype of `x`."""
-        result = _Product.apply(x, self.weight, self.weight_absmax, self.form)
+        result: Any = _Product.apply(x, self.weight, self.weight_absmax, self.form)
         return result if self.bias is None else result + self.bias.to(result.dtype)
 
 
