@@ -226,6 +226,7 @@ def test_memory_and_flops_know_what_is_frozen() -> None:
     fsdp = plan.baselines["fsdp"]
     assert plan.prediction.memory["frozen_parameters"] > plan.prediction.memory["parameters"]
     assert fsdp.memory["frozen_parameters"] < 0.25 * plan.baselines["data_parallel"].memory["frozen_parameters"]
+    assert lora.model_flops and all_trained.model_flops
     # Two of three passes, and the pass of the scores; adapters add a little.
     assert 0.66 < lora.model_flops / all_trained.model_flops < 0.85
     stored = [open_source("hf:llama-tiny", **options, lora=f"r=4,base={form}") for form in ("int8", "nf4")]

@@ -465,7 +465,7 @@ def test_baselines_split_frozen_weights_too():
     with torch.device("meta"):
         module, x = Net(Adapted() for _ in range(4)), torch.zeros(64, 8)
     plan = autoshard.plan(from_torch(module, x, train=True), topology="v5e:2x4", mesh={"data": 8})
-    held = {name: plan.baselines[name].memory["parameters"] for name in ("fsdp", "data_parallel")}
+    held = {name: plan.baselines[name].memory["frozen_parameters"] for name in ("fsdp", "data_parallel")}
     assert held["fsdp"] * 4 < held["data_parallel"]
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 BASES = ("int8", "int4", "nf4")
 """Forms in which frozen weights may be stored.
 
-`int8` has a scale for each row. `int4` and `nf4` have two rows of codes in a byte and a scale for each block. Codes of
+`int8` has a scale for each row. `int4` and `nf4` have codes of two rows in a byte and a scale for each block. Codes of
 `nf4` number the values of `_NF4`.
 """
 
@@ -62,7 +62,8 @@ class AdaptedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the base's result plus the scaled update, in the dtype of the base's result."""
         result = self.base_layer(x)
-        first, second = self.lora_A["default"], self.lora_B["default"]
+        first: Any = self.lora_A["default"]
+        second = self.lora_B["default"]
         update = second(first(x.to(first.weight.dtype))) * self.scaling
         return (result + update).to(result.dtype)
 
@@ -89,7 +90,7 @@ class QuantisedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x @ weight.T + bias` in the dtype of `x`."""
-        result = _Product.apply(x, self.weight, self.weight_absmax, self.form)
+        result: Any = _Product.apply(x, self.weight, self.weight_absmax, self.form)
         return result if self.bias is None else result + self.bias.to(result.dtype)
 
 
@@ -135,7 +136,16 @@ def quantised(weight: torch.Tensor, form: str) -> tuple[torch.Tensor, torch.Tens
         codes = torch.zeros_like(shares, dtype=torch.int8)
         for low, high in zip(_NF4, _NF4[1:], strict=False):
             codes = codes + (shares > (low + high) / 2).to(torch.int8)
-    return (codes[0::2] & 15) | (codes[1::2] << 4), absmax
+    low, high = codes.reshape(-1, 2, _together(rows), width).unbind(1)
+    return ((low & 15) | (high << 4)).reshape(rows // 2, width), absmax
+
+
+def _together(rows: int) -> int:
+    """Return how many rows in a row have their codes in the low halves of bytes, before as many in the high halves.
+
+    Multiples of 8 rows are whole tiles of TPUs, so that they are joined without moving data inside of tiles.
+    """
+    return math.gcd(rows, 64) // 2
 
 
 def dequantised(codes: torch.Tensor, absmax: torch.Tensor, form: str, dtype: torch.dtype) -> torch.Tensor:
@@ -143,6 +153,7 @@ def dequantised(codes: torch.Tensor, absmax: torch.Tensor, form: str, dtype: tor
     if form == "int8":
         return (codes.float() * (absmax.float() / 127)).to(dtype)
     width, blocks = codes.shape[1], absmax.shape[1]
+    codes = codes.reshape(-1, _together(absmax.shape[0]), width)
     # Shifts of int8 keep the sign, which `int4` needs.
     pairs = torch.stack([(codes << 4) >> 4, codes >> 4], 1)
     values = pairs.float() / 7 if form == "int4" else _looked_up(pairs)
