@@ -43,8 +43,8 @@ class _Call:
 def unproven_parents(plan: Plan, program: Program | None, styles: Mapping[str, str], tensor: int) -> set[str] | None:
     """Return the parents of split layers whose code would compute something else on a part of the columns.
 
-    A parent counts if a function in it raises on parts. It counts too if a result is no part of the whole result: a
-    view that takes columns for rows, a part or a sum over split columns. None if the module cannot run.
+    A parent counts if a function in it raises on parts, or returns no part of the whole result. Examples are a view
+    that takes columns for rows, and a sum over split columns. None if the module cannot run.
 
     - `styles`: fitted style by name of a layer; only `colwise` and `rowwise` leave values split.
     - `tensor`: number of devices that share each layer.
