@@ -229,7 +229,7 @@ def _fake_tensors(module: Any) -> Iterator[None]:
     made: dict[int, Any] = {}
     with mode:
         for child in set(module.modules()):
-            config = getattr(child, "config", None)
+            config: Any = getattr(child, "config", None)
             if hasattr(config, "_attn_implementation"):
                 before.append((vars(config), {key: vars(config)[key] for key in _KERNELS if key in vars(config)}))
                 config._attn_implementation = config._experts_implementation = "eager"
