@@ -53,8 +53,8 @@ def export_plan(plan: Plan, form: str, program: Program | None = None, *, force:
     rest. The prediction needs the plan's program, which is opened again at its source unless it is given.
 
     Raises: UserError for an unknown form, for one that does not fit the plan or its program, and for a file of bytes.
-    Raises: FormError, unless `force` is True, for a form that cannot hold the plan: it would split nothing of a plan
-    that splits, or its step takes more than `SLOWEST` of the plan's, or it does not fit where the plan does.
+    Raises: FormError, unless `force` is True, for a form that cannot hold the plan. It would split nothing, its step
+    takes more than `SLOWEST` of the plan's, or it does not fit where the plan does.
     """
     return make_export(plan, form, program, force=force).text
 
@@ -126,9 +126,8 @@ def _refuse_slow(plan: Plan, form: Form, prediction: Prediction | None) -> None:
             f"{format_seconds(each.step_time_s)} and {format_bytes(each.peak_bytes)}" for each in (prediction, planned)
         ]
         raise FormError(
-            f"the {form.name} form cannot hold this plan: a step would take {both[0]} of one device, where the plan "
-            f"takes {both[1]}; repeat `autoshard plan` with --for {form.name} for the best plan that it holds, or "
-            "write this one all the same with --force."
+            f"the {form.name} form cannot hold this plan: its step would take {both[0]} of one device, the plan's "
+            f"takes {both[1]}. Repeat `autoshard plan` with --for {form.name}, or write it all the same with --force."
         )
 
 

@@ -27,7 +27,7 @@ _Shapes = list[tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Call:
+class _TrialCall:
     """One call of a torch function."""
 
     path: str
@@ -43,8 +43,8 @@ class _Call:
 def unproven_parents(plan: Plan, program: Program | None, styles: Mapping[str, str], tensor: int) -> set[str] | None:
     """Return the parents of split layers whose code would compute something else on a part of the columns.
 
-    A parent counts if a function in it raises on parts. It counts too if a result is no part of the whole result: a
-    view that takes columns for rows, a part or a sum over split columns. None if the module cannot run.
+    A parent counts if a function in it raises on parts, or returns no part of the whole result. Examples are a view
+    that takes columns for rows, and a sum over split columns. None if the module cannot run.
 
     - `styles`: fitted style by name of a layer; only `colwise` and `rowwise` leave values split.
     - `tensor`: number of devices that share each layer.
@@ -97,7 +97,7 @@ def _parent(path: str, kinds: Mapping[str, tuple[str, str]]) -> str | None:
         path = path.rpartition(".")[0]
 
 
-def _pairs(whole: list[_Call], split: list[_Call]) -> Iterator[tuple[str, tuple[_Call, _Call]]]:
+def _pairs(whole: list[_TrialCall], split: list[_TrialCall]) -> Iterator[tuple[str, tuple[_TrialCall, _TrialCall]]]:
     """Yield the module and both calls for each call of two runs, up to the first call of another function."""
     for a, b in zip(whole, split, strict=False):
         yield b.path, (a, b)
@@ -116,7 +116,7 @@ def _split_dim(whole: tuple[int, ...], part: tuple[int, ...], tensor: int) -> in
     return dim
 
 
-def _is_part(whole: _Call, part: _Call, tensor: int) -> bool:
+def _is_part(whole: _TrialCall, part: _TrialCall, tensor: int) -> bool:
     """Return True if a call on parts returns the part of the whole results that its inputs imply."""
     if whole.name != part.name or len(whole.outputs) != len(part.outputs) or len(whole.inputs) != len(part.inputs):
         return False
@@ -145,7 +145,7 @@ def _is_part(whole: _Call, part: _Call, tensor: int) -> bool:
 
 def _run(
     twin: Any, module: Any, batch: Mapping[str, Any], split: Mapping[str, str], tensor: int
-) -> tuple[list[_Call], str | None]:
+) -> tuple[list[_TrialCall], str | None]:
     """Return the calls of the module's run, and the name of the module that failed, or None.
 
     `split` has `colwise`, `rowwise` or, for a whole layer, an empty text; calls within these layers are left out.
@@ -155,7 +155,7 @@ def _run(
     from torch.utils import _pytree
 
     running = [""]
-    calls: list[_Call] = []
+    calls: list[_TrialCall] = []
 
     def shapes(tree: Any) -> _Shapes:
         """Return the shapes of all tensors in a tree."""
@@ -172,7 +172,7 @@ def _run(
             if given and running[-1] not in split:
                 dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
                 own = dim if isinstance(dim, int) and not isinstance(dim, bool) else None
-                calls.append(_Call(running[-1], getattr(function, "__name__", ""), taken, given, own))
+                calls.append(_TrialCall(running[-1], getattr(function, "__name__", ""), taken, given, own))
             return result
 
     def enter(name: str) -> Any:
@@ -229,7 +229,7 @@ def _fake_tensors(module: Any) -> Iterator[None]:
     made: dict[int, Any] = {}
     with mode:
         for child in set(module.modules()):
-            config = getattr(child, "config", None)
+            config: Any = getattr(child, "config", None)
             if hasattr(config, "_attn_implementation"):
                 before.append((vars(config), {key: vars(config)[key] for key in _KERNELS if key in vars(config)}))
                 config._attn_implementation = config._experts_implementation = "eager"

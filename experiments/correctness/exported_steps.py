@@ -1,8 +1,8 @@
-"""Forty exports, executed: eight decoders in five forms, a whole training step each, beside the unplanned step.
+"""Forty exports, executed: eight decoders in five forms, compared with the unplanned training step.
 
-`python experiments/correctness/exported_steps.py` plans each model by FSDP and tensor parallelism on `data=2,model=2`,
-exports the plan and runs the code: torch's forms on four processes over gloo, `jax` on four CPU devices. Rows are saved
-in `results/exported_steps.json`; the table is `results/exported_steps.md`.
+`python experiments/correctness/exported_steps.py` plans each model by FSDP and tensor parallelism on `data=2,model=2`.
+It runs the code of each export: torch's forms on four processes over gloo, `jax` on four CPU devices. Rows are saved in
+`results/exported_steps.json`; the table is `results/exported_steps.md`.
 """
 
 import json

@@ -73,7 +73,7 @@ class Experts(nn.Module):
 
 
 class Regroup(nn.Module):
-    """Rows and columns grouped anew."""
+    """Rows and columns in other groups."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ from autoshard import UserError
 from autoshard.base.units import format_seconds
 from autoshard.errors import FormError
 from autoshard.exec import jax_mesh
-from autoshard.exports import export_plan, make_export
+from autoshard.exports import export_plan, make_export, plan_exports
 from autoshard.exports.maxtext_settings import maxtext_text
 from autoshard.planning import FORMS, Pin, Plan, Spec, dims_by_axis, hlo_sharding, layer_pattern
 
@@ -489,3 +489,13 @@ def test_each_way_to_split_has_a_rule_of_its_own(plan: Plan):
     one = dataclasses.replace(named(plan, "", "cpu:8"), mesh=axes, arguments=specs, results=specs)
     text = export_plan(dataclasses.replace(one, roles=dict.fromkeys(specs, "parameter"), shapes={}), "flax", force=True)
     assert "('over_a_b', ('a', 'b'))" in text and "('over_a_b_', 'a_b')" in text
+
+
+def test_a_form_that_is_slower_than_the_plan_is_refused(small: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    slower = dataclasses.replace(small.prediction, step_time_s=2 * small.prediction.step_time_s)
+    monkeypatch.setattr(plan_exports, "_priced", lambda *given: (slower, "Predicted."))
+    with pytest.raises(FormError, match="Repeat `autoshard plan` with --for jax"):
+        export_plan(small, "jax")
+    assert "Predicted." in export_plan(small, "jax", force=True)
+    within = dataclasses.replace(small, provenance={**small.provenance, "for": "jax"})
+    assert "Predicted." in export_plan(within, "jax")
