@@ -28,15 +28,18 @@ def fuse_epilogues(graph: OpGraph, analysis: FusionAnalysis) -> FusionAnalysis:
     stores: dict[int, int] = {}
     done: set[int] = set()
     able = {number: _epilogue_sources(graph, analysis, fusion) for number, fusion in enumerate(fusions)}
+    maker = {tensor: number for number, fusion in enumerate(fusions) for tensor in fusion.writes}
 
-    def takers(source: int, fusion: Fusion) -> list[int]:
-        """Return the numbers of the fusions that read a matmul's result, without the sums that `fusion` computes in its
-        own kernel.
+    def takers(source: int, number: int) -> list[int]:
+        """Return the numbers of the fusions that read a matmul's result, without the sums that the fusion `number`
+        computes in its own kernel.
         """
         return [
             n
             for n in readers[source]
-            if fusions[n] is fusion or not _is_fused_sum(graph, analysis, fusions[n], fusion, source)
+            if n == number
+            or not _is_fused_sum(graph, analysis, fusions[n], fusions[number], source)
+            or _needs(fusions, maker, number, n)
         ]
 
     def for_matmuls(number: int) -> bool:
@@ -45,7 +48,7 @@ def fuse_epilogues(graph: OpGraph, analysis: FusionAnalysis) -> FusionAnalysis:
         return any(op.id in matmuls for op in ops) and all(op.id in matmuls or op.kind == "reduce" for op in ops)
 
     for number, fusion in enumerate(fusions):
-        before = [t for t in able[number] if takers(t, fusion) == [number]]
+        before = [t for t in able[number] if takers(t, number) == [number]]
         if before:
             source = max(before, key=lambda t: graph.tensors[t].producer)
             stores[source] = fusion.writes[0]
@@ -53,7 +56,7 @@ def fuse_epilogues(graph: OpGraph, analysis: FusionAnalysis) -> FusionAnalysis:
             made[number] = dataclasses.replace(fusion, reads=tuple(t for t in fusion.reads if t != source), moved=())
     for number, fusion in enumerate(fusions):
         for source in able[number]:
-            together = takers(source, fusion)
+            together = takers(source, number)
             if number in done or source in stores or not 1 < len(together) <= MOST_MADE:
                 continue
             if any(n in done or source not in able[n] or not for_matmuls(n) for n in together):

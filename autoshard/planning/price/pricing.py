@@ -174,7 +174,7 @@ class _Pricer(NodePricer):
                 self.add_heavy_operand(self.graph.ops[op_id], operand, tensor, source, op_node[op_id])
         for pair in self.sum_places.joined.items():
             ends = [(op_node[op], self.nodes[op_node[op]].states) for op in pair]
-            self.reshards.extend(self.sum_places.apart(pair, ends))
+            self.reshards.extend(self.sum_places.apart(pair, ends, self.shared))
         for result, argument in self.structure.ties:
             self.add_tie(result, argument, -1, cluster_node)
         for loop in self.graph.loops:

@@ -1,7 +1,7 @@
 """Places at which compilers run the sums over devices: at the op, at the end of a trip, after the loop, or joined."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,13 +55,16 @@ class SumPlaces:
                 )  # fmt: skip
         yield each if rest.all() else dataclasses.replace(each, costs=self._at_pairs(each.costs, rest), runs=rest)
 
-    def apart(self, ops: tuple[int, int], ends: Sequence[tuple[int, States]]) -> Iterator[Reshard]:
+    def apart(
+        self, ops: tuple[int, int], ends: Sequence[tuple[int, States]], shared: Callable[[Path], Path]
+    ) -> Iterator[Reshard]:
         """Yield the sum of a matmul's result where it does not join that of another, priced as a whole sum; if any.
 
         It joins, and costs nothing, if both strategies leave equal states.
 
         - `ops`: the two matmuls.
         - `ends`: node and strategies of each.
+        - `shared`: returns the first path that equals another, whose tables repeated layers share.
         """
         op = self.graph.ops[ops[0]]
         record = self.graph.tensors[op.results[0]]
@@ -69,7 +72,7 @@ class SumPlaces:
         (own, rows), (other, columns) = ((states[first], at) for states in results for first, at in [distinct(states)])
         widened = self.prices.collectives.widen_dtype(record.dtype) != record.dtype
         sizes = record.itemsize, 4 if widened else record.itemsize
-        path = Path(record.shape, own, own, record.shape, own, np.full_like(other, WHOLE), *sizes)
+        path = shared(Path(record.shape, own, own, record.shape, own, np.full_like(other, WHOLE), *sizes))
         nodes = ends[0][0], ends[1][0]
         trips = self.graph.trips(op.loop)
         each = Reshard(*nodes, record.id, op.id, op.loop, trips, Overlap.NONE, rows, columns, {}, None, path)
