@@ -297,6 +297,7 @@ def live_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
             if (node := model.nodes[reshard.target]).kind == "copy" and not node.memory
         }
         buffers += [*gathered_copies(model, choices, steps_to_copies), *_relaid_rows(model, choices)]
+        buffers += _copied_arguments(model, choices)
     if traits.tiled or traits.separate_collective_buffers:
         buffers += _exchanged_views(model, choices)
     if traits.tiled and (room := on_chip_room(model.mesh.topology, _memory(model, buffers)[0])):
@@ -336,6 +337,29 @@ def _exchanged_views(model: Model, choices: NDArray[np.int64]) -> Iterator[LiveB
         local = tensor_spec(model, choices, view).local_shape(record.shape, sizes)
         size = model.padding.shard_bytes(view, local, record.itemsize)
         yield LiveBuffer(reshard.op, max(loop.stop for loop in loops), size, "temporaries", view)
+
+
+def _copied_arguments(model: Model, choices: NDArray[np.int64]) -> Iterator[LiveBuffer]:
+    """Yield the copies of donated arguments that loops read, where their new values are gathered.
+
+    An example are whole weights beside split state: the gathered weights get the place of the donated ones, which the
+    compiler copies before the loops. Evidence: docs/compiler_behaviour.md, "Copies of donated arguments".
+    """
+    graph, sizes = model.graph, dict(model.mesh.axes)
+    arguments = zip(graph.arguments, model.program.arguments, strict=True)
+    donated = {tensor for tensor, argument in arguments if argument.donated}
+    inputs = dict(model.structure.ties)
+    for reshard in model.reshards:
+        tensor = inputs.get(reshard.tensor, -1) if reshard.op < 0 else -1
+        if tensor not in donated:
+            continue
+        loops = [graph.loops[op.loop] for op in graph.users[tensor] if op.loop >= 0]
+        steps = reshard_time(model, reshard, choices).steps if loops else ()
+        if any(kind == "all-gather" for kind, *_ in steps):
+            record = graph.tensors[tensor]
+            local = tensor_spec(model, choices, tensor).local_shape(record.shape, sizes)
+            size = model.padding.shard_bytes(tensor, local, record.itemsize)
+            yield LiveBuffer(0, max(loop.stop for loop in loops), size, "temporaries", tensor)
 
 
 def _relaid_rows(model: Model, choices: NDArray[np.int64]) -> Iterator[LiveBuffer]:
