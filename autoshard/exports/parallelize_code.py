@@ -161,7 +161,10 @@ def transformers_text(plan: Plan, sentence: str, program: Program | None) -> str
     Raises: UserError as `read_transformers` does, and if no axis splits modules.
     """
     styles = read_transformers(plan, program)
-    lacks = _lacks(plan, styles.tensor, styles.rules, styles.lacks)
+    if styles.gathers and styles.tensor == 1:
+        lacks = unpinned(plan, "every process computes its part of the batch", local_batch=True)
+    else:
+        lacks = _lacks(plan, styles.tensor, styles.rules, styles.lacks)
     groups = group_options = ""
     if styles.data > 1:
         lacks = (
@@ -173,10 +176,11 @@ def transformers_text(plan: Plan, sentence: str, program: Program | None) -> str
         groups = _GROUPS.format(name=f"{kind}_size".upper(), size=styles.data)
         group_options = f", {kind}_size={kind.upper()}_SIZE"
     own = any(style.startswith(COLUMNS_LAST) for style in styles.rules.values())
+    both = styles.gathers and styles.tensor > 1
     experts = {name: repr(style) for name, style in styles.experts.items()}
     return head(plan, lacks, sentence) + _TRANSFORMERS.format(
-        imports=_CONV1D_IMPORTS if own else "import torch\n" if styles.gathers else "",
-        check=_CHECK_TORCH if styles.gathers else "",
+        imports=_CONV1D_IMPORTS if own else "import torch\n" if both else "",
+        check=_CHECK_TORCH if both else "",
         registry=_CONV1D_REGISTRY if own else "",
         conv1d=_CONV1D if own else "",
         size=styles.tensor,

@@ -71,6 +71,8 @@ def read_transformers(plan: Plan, program: Program | None = None) -> Transformer
     """
     data, tensor = sizes(plan)
     gathers = bool(data > 1 and _split_over_batch(plan))
+    if gathers and tensor == 1:
+        return TransformersStyles(data, tensor, gathers, {}, {}, (), ())
     layers = read_layers(plan, "transformers", "split it as FSDP does")
     experts, of_experts, lacks = _experts(plan, layers)
     routers = {

@@ -46,6 +46,10 @@ class WholeCalls(TorchFunctionMode):
             return function(*args, **kwargs)
         mesh, whole = split[0].device_mesh, [Replicate()] * split[0].device_mesh.ndim
         name, target = function.__name__, None
+        if name == "layer_norm":  # DTensor has no gradient of a split weight
+            args, kwargs = tree_map_only(
+                DTensor, lambda v: v.redistribute(placements=whole) if v.ndim == 1 else v, (args, kwargs)
+            )
         if name == "__setitem__" or name.endswith("_") and not name.endswith("__"):
             target = args[0]
         if mesh.ndim == 1 or function not in self.ALWAYS:
