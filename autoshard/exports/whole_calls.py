@@ -19,6 +19,8 @@ class WholeCalls(TorchFunctionMode):
 
     # DTensor returns wrong gradients of an einsum whose operands two mesh axes split.
     ALWAYS = (torch.einsum, torch.functional.einsum)
+    # Gradients of these write into zeros, which DTensor does not split.
+    SELECTIONS = ("topk", "sort", "max", "min", "median", "kthvalue", "mode", "cummax", "cummin")
     # A gradient that is split unlike the result of a view may have no view back.
     VIEWS = ("view", "reshape", "flatten", "unflatten")
 
@@ -52,7 +54,7 @@ class WholeCalls(TorchFunctionMode):
             )
         if name == "__setitem__" or name.endswith("_") and not name.endswith("__"):
             target = args[0]
-        if mesh.ndim == 1 or function not in self.ALWAYS:
+        if name not in self.SELECTIONS and (mesh.ndim == 1 or function not in self.ALWAYS):
             try:
                 result = function(*args, **kwargs)
                 if function is torch.nn.functional.embedding:  # its mask of rows elsewhere serves one sum only
