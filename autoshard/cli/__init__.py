@@ -81,7 +81,7 @@ def _sentence(error: BaseException) -> str:
     if isinstance(error, OSError) and not isinstance(error, UserError):
         about = f"{error.filename}: " if error.filename else "a file or the answer cannot be written: "
         return f"{about}{error.strerror or error}."
-    return "".join(character if character.isprintable() else " " for character in str(error))
+    return "".join(c if c.isprintable() else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in str(error))
 
 
 def _say(line: str) -> None:
