@@ -5,6 +5,7 @@ a configuration's `fields`, a `plan` file, the `form` and the `code` file of the
 `clip_grad_norm_`, AdamW, and a checkpoint of whole tensors.
 """
 
+import importlib
 import json
 import os
 import runpy
@@ -30,12 +31,13 @@ def wire_bytes(name: str, args: Any) -> float:
     import torch.distributed as dist
     from torch.utils._pytree import tree_leaves
 
+    c10d: Any = importlib.import_module("torch._C._distributed_c10d")
     groups = [each for each in args if isinstance(each, (torch.ScriptObject, str)) and not isinstance(each, bool)]
     size = dist.get_world_size()
     for each in groups:
         try:
-            group = torch._C._distributed_c10d._resolve_process_group(each) if isinstance(each, str) else each
-            size = dist.ProcessGroup.unbox(group).size() if not isinstance(each, str) else group.size()
+            group: Any = c10d._resolve_process_group(each) if isinstance(each, str) else dist.ProcessGroup.unbox(each)
+            size = group.size()
             break
         except (RuntimeError, AttributeError, ValueError):
             continue
@@ -113,7 +115,7 @@ def clipped(parameters: list[Any]) -> Any:
     by_mesh: dict[Any, list[Any]] = {}
     for parameter in parameters:
         by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter.grad)
-    norms = [torch.nn.utils.get_total_norm(each) for each in by_mesh.values()]
+    norms: list[Any] = [torch.nn.utils.get_total_norm(each) for each in by_mesh.values()]
     total = torch.stack([each.full_tensor() if hasattr(each, "full_tensor") else each for each in norms]).norm()
     torch.nn.utils.clip_grads_with_norm_(parameters, CLIP, total, foreach=False)
     return total

@@ -33,6 +33,7 @@ def test_the_table_the_ending_and_the_figures(monkeypatch: pytest.MonkeyPatch):
     result = refine(programs.program("mlp"), topology="cpu:8", mesh="data=4,model=2", plans=3, rounds=1)
     text = shown(result)
     assert re.match(r"Measured .* a step; predicted were .* before, .* after learning: ", text.splitlines()[1])
+    assert result.best.seen.seconds is not None
     near = abs(result.best.predicted_after_s / result.best.seen.seconds - 1) <= 0.1
     assert ("learning: explained." in text) == near and ("is not explained by what was learned" in text) == (not near)
     names = {each.name.split()[0] for each in result.judged}

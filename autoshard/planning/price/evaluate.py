@@ -342,7 +342,7 @@ def _exchanged_views(model: Model, choices: NDArray[np.int64]) -> Iterator[LiveB
 def _copied_arguments(model: Model, choices: NDArray[np.int64]) -> Iterator[LiveBuffer]:
     """Yield the copies of donated arguments that loops read, where their new values are gathered.
 
-    An example are whole weights beside split state: the gathered weights get the place of the donated ones, which the
+    An example are whole weights with split state: the gathered weights get the place of the donated ones, which the
     compiler copies before the loops. Evidence: docs/compiler_behaviour.md, "Copies of donated arguments".
     """
     graph, sizes = model.graph, dict(model.mesh.axes)
