@@ -9,7 +9,7 @@ from typing import Any
 
 from autoshard.base.units import format_seconds
 from autoshard.planning.price.remat_forecast import RematForecast
-from autoshard.planning.space.plan_options import FULL, OFFLOADED, REMATS
+from autoshard.planning.space.plan_options import OFFLOADED, REMATS
 from autoshard.program import HOSTS, Program, Role
 
 
@@ -146,12 +146,16 @@ def needs_no_less(recipe: Recipe, other: Recipe) -> bool:
     batches, parts = ([choices.get(name, 1) for choices in (mine, theirs)] for name in ("batch", "microbatches"))
     # A larger batch needs as much memory at a time if its microbatches are no smaller.
     as_much = batches[0] >= batches[1] and batches[0] * parts[1] >= batches[1] * parts[0]
-    orders = {"remat": (*REMATS, OFFLOADED).index, "host": HOSTS.index}
+    orders = {"remat": (*REMATS, OFFLOADED), "host": HOSTS}
     for name, value in mine.items():
         if value == theirs[name] or as_much and name in ("batch", "microbatches"):
             continue
-        order = orders.get(name, int) if name in _LESS_MEMORY else None
-        if order is None or (order(value) - order(theirs[name])) * _LESS_MEMORY[name] > 0:
+        pair = [value, theirs[name]]
+        if name in orders:
+            if any(each not in orders[name] for each in pair):  # a policy by value
+                return False
+            pair = [orders[name].index(each) for each in pair]
+        if name not in _LESS_MEMORY or (pair[0] - pair[1]) * _LESS_MEMORY[name] > 0:
             return False
     return True
 
@@ -233,12 +237,12 @@ def slack_row(recipe: Recipe, tried: Sequence[RecipeTried], limit: int) -> Recip
 
     The recipe is compared with those `tried` that differ in microbatches or state on the hosts only. It need not be
     planned if one of them is slower regardless of memory, or needs less than `TIGHT` of `limit` (bytes of one device).
-    A recipe that also offloads the inputs of layers counts for the second: what to offload is chosen later.
+    A recipe that also offloads the inputs of layers counts for the second: what to store is chosen later, by value.
     """
     eases = [n for n, first in (("microbatches", 1), ("host", HOSTS[0])) if recipe.arguments.get(n, first) != first]
     for name, other in itertools.product(eases, tried):
         theirs = recipe.but(**{name: other.recipe.arguments[name]})
-        offloaded = recipe.arguments.get("remat") == FULL and other.recipe == theirs.but(remat=OFFLOADED)
+        offloaded = recipe.arguments.get("remat") in REMATS and other.recipe == theirs.but(remat=OFFLOADED)
         if other.recipe != theirs and not offloaded:
             continue
         peak_bytes = other.held_bytes if other.peak_bytes is None else other.peak_bytes

@@ -127,6 +127,12 @@ def mix_remats(search: Search, remats: Sequence[str]) -> None:
                 too_few = slow_layers
 
 
+def is_composed(search: Search, remats: Sequence[str]) -> bool:
+    """Return True if the policy of the best recipe names values; `remats` are the policies that it may begin with."""
+    assert search.best is not None
+    return search.best[0].recipe.arguments.get("remat") not in (None, *remats, OFFLOADED)
+
+
 def compose_remat(search: Search, remats: Sequence[str]) -> bool:
     """Plan the policy forecast to be best among the values that layers may save or offload; return True if it is the
     new best.

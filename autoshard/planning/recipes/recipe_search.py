@@ -36,6 +36,7 @@ from autoshard.planning.recipes.recipe_follow_ups import (
     MemoryPruning,
     add_gradient_groups,
     compose_remat,
+    is_composed,
     mix_remats,
 )
 from autoshard.planning.recipes.recipe_order import LEAST_GAIN, in_order
@@ -91,9 +92,9 @@ def plan_recipes(
     - pipelines, and their meshes, that bounds or the limits of `PipelineMeshes` exclude.
 
     With `of_source` the search then composes a remat policy value by value: it forecasts the policy from the plan of
-    `full` and plans it. If that policy is not faster, the search mixes the best policy with each one that computes
-    less and does not fit. A mixture uses the slower policy in as few layers as still pay. At last, gradient groups
-    are tried if they are open.
+    `full` and plans it, before more microbatches are considered. If that policy is not faster, the search mixes the
+    best policy with each one that computes less and does not fit. A mixture uses the slower policy in as few layers as
+    still pay. At last, gradient groups are tried if they are open.
 
     The plan's words report the other recipes, and its provenance (`recipe`) lists all of them. Wall times cover all
     recipes.
@@ -102,7 +103,13 @@ def plan_recipes(
     """
     search = RecipeSearch(make, options, running or Running(), of_source)
     search.counts = tuple(choices.get("microbatches", ()))
+    composes = of_source and "batch" not in choices and "stages" not in choices
+    parts: int | None = None
     for recipe in in_order(choices, search):
+        if composes and search.best is not None and recipe.arguments.get("microbatches") != parts:
+            composes = False
+            compose_remat(search, choices.get("remat", ()))
+        parts = recipe.arguments.get("microbatches")
         search.consider(recipe)
         if first_if_fits and len(search.tried) == 1:
             if search.best is not None:
@@ -114,8 +121,9 @@ def plan_recipes(
         assert search.refused is not None
         raise search.refused
     if of_source:
-        if not compose_remat(search, choices.get("remat", ())):
-            mix_remats(search, choices.get("remat", ()))
+        remats = choices.get("remat", ())
+        if not is_composed(search, remats) and not compose_remat(search, remats):
+            mix_remats(search, remats)
         if None in choices.get("gradient_groups", ()):
             add_gradient_groups(search)
     return search.report()
