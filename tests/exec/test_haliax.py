@@ -165,7 +165,7 @@ def test_haliax_under_the_mappings_does_what_is_predicted(program, within, expec
 def test_tensors_that_one_mapping_for_all_splits_otherwise_are_named(program):
     pins = {"model.embed.weight": "model,-", "model.head.weight": "-,data", "ids": "data,-"}
     plan = autoshard.plan(program, topology="cpu:8", mesh=MESH, pins=pins)
-    text = export_plan(plan, "haliax", program)
+    text = export_plan(plan, "haliax", program, force=True)
     (lack,) = (line for line in text.splitlines() if "otherwise than others of the same name" in line)
     assert "model.embed.weight (128/model x 64; the mapping has " in lack
     assert "pins; COMPUTE splits them by the names of their dims." in text
@@ -176,7 +176,7 @@ def test_tensors_that_one_mapping_for_all_splits_otherwise_are_named(program):
 def test_splits_of_levanter_itself_are_undone(program):
     pins = {"*.up.weight": "-,-,-", "*.qkv.weight": "-,-,-,-,-", "ids": "data,-"}
     plan = autoshard.plan(program, topology="v5e:4x4*2", mesh={"data": 2, "model": 16}, form="haliax", pins=pins)
-    text = export_plan(plan, "haliax", program, force=True)
+    text = export_plan(plan, "haliax", program)
     assert "#     axes: {model: 16}\n#     dcn_axes: {data: 2}\n" in text
     (held,) = (line for line in text.splitlines() if line.startswith("#     param_mapping"))
     assert "mlp: replica" in held and "heads: replica" in held
