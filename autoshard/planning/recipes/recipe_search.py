@@ -91,8 +91,8 @@ def plan_recipes(
     - more recomputation, if it costs more than the memory that it frees can save (`MemoryPruning`);
     - pipelines, and their meshes, that bounds or the limits of `PipelineMeshes` exclude.
 
-    With `of_source` the search then composes a remat policy value by value: it forecasts the policy from the plan of
-    `full` and plans it, before more microbatches are considered. If that policy is not faster, the search mixes the
+    With `of_source` the search then composes a remat policy value by value, before it considers more microbatches. It
+    forecasts the policy from the plan of `full` and plans it. If that policy is not faster, the search mixes the
     best policy with each one that computes less and does not fit. A mixture uses the slower policy in as few layers as
     still pay. At last, gradient groups are tried if they are open.
 
