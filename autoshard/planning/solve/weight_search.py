@@ -149,12 +149,7 @@ def search(
 
 
 def _leaner(model: Model, best: Candidate, required: Required, memory_limit: int) -> Candidate:
-    """Return a candidate of the same time that holds least, see `with_least_memory`; `best` if none holds less.
-
-    Devices that share one machine share its memory, so that nothing is gained there.
-    """
-    if model.mesh.topology.traits.shares_machine:
-        return best
+    """Return a candidate of the same time that holds least, see `with_least_memory`; `best` if none holds less."""
     choices = with_least_memory(model, best.choices, required.allowed)
     if (choices == best.choices).all() or not required.holds(choices):
         return best
