@@ -12,6 +12,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 
@@ -181,6 +182,23 @@ def work(rank: int, store: str, rows: list[dict[str, Any]]) -> None:
     dist.destroy_process_group()
 
 
+def in_forks(count: int, run: Callable[[int], None]) -> None:
+    """Call `run` with its rank in each of `count` forks of this process, and wait for their end."""
+    children = []
+    for rank in range(count):
+        child = os.fork()
+        if not child:
+            try:
+                run(rank)
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(0)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+
+
 def main() -> None:
     with open(sys.argv[1]) as file:
         rows = json.load(file)
@@ -191,19 +209,7 @@ def main() -> None:
     import autoshard.exec.dtensor.distributed_module  # noqa: F401
 
     with tempfile.TemporaryDirectory() as folder:
-        children = []
-        for rank in range(PROCESSES):
-            child = os.fork()
-            if not child:
-                try:
-                    work(rank, f"{folder}/store", rows)
-                finally:
-                    sys.stdout.flush()
-                    sys.stderr.flush()
-                    os._exit(0)
-            children.append(child)
-        for child in children:
-            os.waitpid(child, 0)
+        in_forks(PROCESSES, lambda rank: work(rank, f"{folder}/store", rows))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from experiments.lib.dtensor_run import batch_of, build, off
+from experiments.lib.dtensor_run import batch_of, build, in_forks, off
 
 
 PROCESSES = 4
@@ -224,19 +224,7 @@ def main() -> None:
     for row in rows:
         getattr(transformers, row["fields"]["architectures"][0])  # imported once, before the fork
     port = str(20000 + os.getpid() % 20000)
-    children = []
-    for rank in range(PROCESSES):
-        child = os.fork()
-        if not child:
-            try:
-                work(rank, port, rows)
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(0)
-        children.append(child)
-    for child in children:
-        os.waitpid(child, 0)
+    in_forks(PROCESSES, lambda rank: work(rank, port, rows))
 
 
 if __name__ == "__main__":
