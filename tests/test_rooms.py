@@ -387,7 +387,6 @@ MOST_FILES, MOST_LINES = 22, 370
 
 LONG = {
     "autoshard.cli.parser",
-    "autoshard.exec.apply.jax_application",
     "autoshard.exec.torch_xla_hook.lifecycle.hook_session",
     "autoshard.program.jax.decoder",
     "autoshard.program.torch.scan_pass",

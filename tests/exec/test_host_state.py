@@ -15,7 +15,7 @@ from autoshard.base.units import format_bytes, format_seconds
 from autoshard.cost import Compute, Topology
 from autoshard.errors import UserError
 from autoshard.exec import jax_export
-from autoshard.exec.apply import jax_application
+from autoshard.exec.apply import planned_lowering
 from autoshard.exports import export_plan
 from autoshard.planning import Options, Plan, load_plan, make_plan
 from autoshard.program import Program, trace
@@ -131,8 +131,8 @@ def test_devices_without_memory_of_a_host_are_refused(monkeypatch: pytest.Monkey
         def addressable_memories(self) -> list[Any]:
             return []
 
-    check = jax_application.check_host_memory
-    monkeypatch.setattr(jax_application, "check_host_memory", lambda device: check(Device()))
+    check = planned_lowering.check_host_memory
+    monkeypatch.setattr(planned_lowering, "check_host_memory", lambda device: check(Device()))
     with pytest.raises(UserError, match="toy devices have no memory there .* and without `--host`"):
         plan.jit(step)(*arguments())
 

@@ -10,7 +10,8 @@ import pytest
 
 import autoshard
 from autoshard.exec import measure
-from autoshard.exec.apply.jax_application import Application, donated_aliases, lower_module
+from autoshard.exec.apply.jax_application import Application
+from autoshard.exec.apply.planned_lowering import donated_aliases, lower_module
 from autoshard.exec.devices.local_devices import place
 from autoshard.planning import Options, Spec, explain_plan, make_plan
 from autoshard.program import Program, Role, load_artifact, trace

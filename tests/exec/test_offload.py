@@ -13,8 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 from autoshard.cost import Compute, Topology, make_mesh
 from autoshard.errors import UserError
 from autoshard.exec import compile_plan
-from autoshard.exec.apply import jax_application
-from autoshard.exec.apply.jax_application import check_host_memory
+from autoshard.exec.apply import planned_lowering
+from autoshard.exec.apply.planned_lowering import check_host_memory
 from autoshard.graph import analyse, read_graph
 from autoshard.planning import Options, make_plan
 from autoshard.planning.price.analysed_program import analyse_program, build_model
@@ -241,6 +241,6 @@ def test_a_plan_that_offloads_is_refused_where_nothing_can_wait(monkeypatch: pyt
     def refuse(device: object) -> None:
         raise UserError(f"no host memory beside {device}")
 
-    monkeypatch.setattr(jax_application, "check_host_memory", refuse)
+    monkeypatch.setattr(planned_lowering, "check_host_memory", refuse)
     with pytest.raises(UserError, match="no host memory"):
         plan.jit(step(True))(*arguments(np.random.default_rng(1)))

@@ -21,7 +21,7 @@ from autoshard.errors import UserError
 from autoshard.exec.ahead.ahead_worker import compile_files
 from autoshard.exec.ahead.compile_targets import Compiled, Target, gpu_target, placed, read_placed
 from autoshard.exec.apply.calls_on_shards import lower_for_compiler
-from autoshard.exec.apply.jax_application import donated_aliases
+from autoshard.exec.apply.planned_lowering import donated_aliases
 from autoshard.planning import Plan
 from autoshard.planning.record.plan_files import plan_to_json
 from autoshard.program import Program

@@ -44,7 +44,8 @@ def _compile(directory: Path, job: dict[str, Any]) -> dict[str, Any]:
     import jax
     from jax.experimental import topologies
 
-    from autoshard.exec.apply.jax_application import Application, lower_module
+    from autoshard.exec.apply.jax_application import Application
+    from autoshard.exec.apply.planned_lowering import lower_module
     from autoshard.planning.record.plan_files import load_plan
 
     try:

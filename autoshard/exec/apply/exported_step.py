@@ -4,8 +4,8 @@ from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.exec.apply.calls_on_shards import lower_for_compiler, place_calls
-from autoshard.exec.apply.jax_application import donated_aliases
 from autoshard.exec.apply.plan_agreement import other_program
+from autoshard.exec.apply.planned_lowering import donated_aliases
 from autoshard.planning import Plan, Spec, as_planned
 from autoshard.program import Program
 

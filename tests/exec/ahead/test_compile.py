@@ -404,7 +404,8 @@ def test_a_shortage_of_temporaries_counts_the_arguments_too(program, monkeypatch
 
 
 def test_modules_without_a_function_are_lowered_like_functions(program):
-    from autoshard.exec.apply.jax_application import Application, donated_aliases, lower_module
+    from autoshard.exec.apply.jax_application import Application
+    from autoshard.exec.apply.planned_lowering import donated_aliases, lower_module
 
     plan = handmade(program, {"data": 2, "model": 4}, SPECS)
     compiled = lower_module(Application(plan), program.module, donated_aliases(program, plan)).compile()

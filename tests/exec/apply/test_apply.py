@@ -10,7 +10,7 @@ import pytest
 
 from autoshard.errors import UserError
 from autoshard.exec import Application, plan_mesh, read_collectives, wire_by_axis
-from autoshard.exec.apply.jax_application import donated_aliases, lower_module
+from autoshard.exec.apply.planned_lowering import donated_aliases, lower_module
 from autoshard.planning import Pin
 from tests.exec import planned_programs as made
 from tests.exec.planned_programs import handmade, spec
