@@ -127,8 +127,18 @@ def _refuse_slow(plan: Plan, form: Form, prediction: Prediction | None) -> None:
         ]
         raise FormError(
             f"the {form.name} form cannot hold this plan: its step would take {both[0]} of one device, the plan's "
-            f"takes {both[1]}. Repeat `autoshard plan` with --for {form.name}, or write it all the same with --force."
+            f"takes {both[1]}. {_whole(form)}Repeat `autoshard plan` with --for {form.name} for the best plan that it "
+            "can hold, which may be much slower, or write it all the same with --force."
         )
+
+
+def _whole(form: Form) -> str:
+    """Return a sentence on the ways to run the whole plan where `form` cannot hold it; empty if none is known."""
+    if form.rest is Rest.XLA and form.layers:
+        return "`plan.jit(step)` and --to jax-export hold it whole. "
+    if form.rest is Rest.DTENSOR:
+        return "`plan.distribute(module)` and --to dtensor hold more of it. " if form.name != "dtensor" else ""
+    return ""
 
 
 def _opened(plan: Plan, form: Form, program: Program | None) -> tuple[Program | None, str]:

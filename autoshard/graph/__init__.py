@@ -36,6 +36,7 @@ from autoshard.graph.memory.softmax import Softmax as Softmax
 from autoshard.graph.memory.softmax import SoftmaxForm as SoftmaxForm
 from autoshard.graph.memory.softmax import find_softmaxes as find_softmaxes
 from autoshard.graph.memory.stack_layouts import ExtraTraffic as ExtraTraffic
+from autoshard.graph.read_module import argument_origin as argument_origin
 from autoshard.graph.read_module import read_graph as read_graph
 from autoshard.graph.read_module import replace_names as replace_names
 from autoshard.graph.records import Carry as Carry

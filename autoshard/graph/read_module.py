@@ -53,6 +53,11 @@ def read_graph(module: bytes) -> OpGraph:
         return reader.graph()
 
 
+def argument_origin(position: int) -> str:
+    """Return the origin of a constraint that is the sharding of an argument of the main function."""
+    return f"the sharding of argument {position}"
+
+
 class _ModuleReader(GraphBuilder):
     """Graph builder that walks the blocks of a module in program order."""
 
@@ -66,8 +71,7 @@ class _ModuleReader(GraphBuilder):
             if position in shardings and not mlir.is_idle(shardings[position], self.meshes):
                 sharding = mlir.stated_sharding(shardings[position], self.meshes)
                 if not sharding.is_free:
-                    where = f"the sharding of argument {position}"
-                    self.constraints.append(Constraint(self.arguments[-1], sharding, where))
+                    self.constraints.append(Constraint(self.arguments[-1], sharding, argument_origin(position)))
         self.results = self.read_block(block, -1)
 
     def read_block(self, block: Any, loop: int) -> list[int]:

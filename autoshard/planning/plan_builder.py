@@ -197,26 +197,27 @@ def make_plan(
     baseline_writer = Writer(
         program, reading.groups, limits.memory_bytes, limits.seed, list(completed), figures.provenance
     )
-    gains = flag_gains(best.model, found.best.choices, figures.plain)
     asked: dict[str, Any] = {}
     if options.asked:
         asked = {"asked": options.asked.lines, "pinned": best.required.pinned}
     if task.stages:
         asked["stage_axis"] = STAGE
+    chosen, of_form, why = found.best, {}, "the least predicted time"
+    if form is not None:
+        phases.start("form", f"planning within what the {form.name} form can hold")
+        within = plan_within(form, best.model, reading.groups, found, best.required, limits, phases.progress)
+        chosen, of_form, why = within.best, within.provenance, f"{why} for {form.name}"
+    gains = flag_gains(best.model, chosen.choices, figures.plain)
     writer = dataclasses.replace(
         baseline_writer,
-        provenance={**figures.provenance, **({"flag_sets": gains} if gains else {}), **asked},
+        provenance={**figures.provenance, **({"flag_sets": gains} if gains else {}), **asked, **of_form},
         baselines={name: predict(compared.model, c.outcome, limits.memory_bytes) for name, c in completed.items()},
         notes=(*figures.notes, *searched.notes),
     )
+    first = contender(best.model, found, chosen, "plan", why)
     if form is None:
-        first = contender(best.model, found, found.best, "plan", "the least predicted time")
         plan = writer.write(first, searched.tried)
     else:
-        phases.start("form", f"planning within what the {form.name} form can hold")
-        within = plan_within(form, best.model, reading.groups, found, best.required, limits, phases.progress)
-        first = contender(best.model, found, within.best, "plan", f"the least predicted time for {form.name}")
-        writer = dataclasses.replace(writer, provenance={**writer.provenance, **within.provenance})
         plan = without_pins(writer.write(first, searched.tried), form, found.best.outcome.step_time_s)
     baseline_plans = WhenAsked(
         {

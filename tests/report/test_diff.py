@@ -93,3 +93,12 @@ def test_what_moving_the_state_takes_is_reported(plan: Plan):
     assert difference_figures(largest)["state"]["names"] == largest.state.names
     back = difference(second, first)
     assert back.state is None and "of state" not in shown(back)  # every device has its part already
+
+
+def test_names_are_whole_in_a_narrow_terminal(plan: Plan):
+    names = [f"state.params.blocks.attn.{part}.kernel" for part in "koqv"]
+    rows = tuple((name, "4096/(data,model) x 4096/fsdp", "4096/data x 4096/(model,fsdp)") for name in names)
+    console = Console(width=70, color_system=None)
+    with console.capture() as capture:
+        console.print(difference_report(dataclasses.replace(difference(plan, plan), specs=rows)))
+    assert all(name in capture.get() for name in names) and "\N{HORIZONTAL ELLIPSIS}" not in capture.get()

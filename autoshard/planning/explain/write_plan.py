@@ -242,6 +242,7 @@ def _provenance(model: Model, seed: int, more: Mapping[str, Any]) -> dict[str, A
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "unknown"
+    demands = program_constraint_lines(model.graph, model.program.arguments)
     return (
         ({"source": source} if (source := model.program.source) else {})
         | {
@@ -258,7 +259,7 @@ def _provenance(model: Model, seed: int, more: Mapping[str, Any]) -> dict[str, A
         | ({"lifted_constraints": str(lifted)} if (lifted := model.program.lifted) else {})
         | ({"tokens": tokens} if (tokens := model.program.tokens or _counted_tokens(model.program)) else {})
         | ({"on_host": on_host} if (on_host := model.program.on_host) != "none" else {})
-        | ({"said_by_program": demands} if (demands := program_constraint_lines(model.graph)) else {})
+        | ({"said_by_program": demands} if demands else {})
     )
 
 

@@ -9,6 +9,7 @@ from autoshard.cost import FLAG_SETS, Bill, Calibration, flag_set, with_flags
 from autoshard.errors import UserError
 from autoshard.planning.price.device_memory import tight_seconds
 from autoshard.planning.price.evaluate import Outcome
+from autoshard.planning.price.remat_values import AGAIN
 from autoshard.planning.price.step_ledger import Ledger, itemise
 from autoshard.planning.record.plan_parts import Collective, Prediction
 from autoshard.planning.space.decision_model import Model
@@ -55,10 +56,14 @@ def _wire_shares(model: Model, c: Collective) -> dict[str, float]:
 def mfu(model: Model, step: float) -> float | None:
     """Return the model FLOPs over the peak of all devices in a step of `step` seconds, as a share.
 
-    None if there are no FLOPs or no seconds. The model FLOPs are the program's own count if it has one, else the matmul
-    FLOPs of the graph. The peak is that of the dtype in which most FLOPs multiply.
+    None if there are no FLOPs or no seconds. The model FLOPs are the program's own count if it has one. Else they are
+    the matmul FLOPs of the graph without those that the backward pass recomputes. The peak is that of the dtype in
+    which most FLOPs multiply.
     """
-    flops = model.program.model_flops or model.graph.flops
+    graph = model.graph
+    flops = model.program.model_flops or sum(
+        op.flops * graph.trips(op.loop) for op in graph.ops if AGAIN not in op.name
+    )
     if not flops or step <= 0:
         return None
     dtypes: dict[str, float] = defaultdict(float)

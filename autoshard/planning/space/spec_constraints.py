@@ -9,12 +9,13 @@ from numpy.typing import NDArray
 
 from autoshard.cost import Collectives, Kind, Mesh
 from autoshard.errors import UserError
-from autoshard.graph import Constraint, Op, OpGraph, Structure
+from autoshard.graph import Constraint, Op, OpGraph, Structure, argument_origin
 from autoshard.mlir import AxisUse
 from autoshard.planning.record.hlo_shardings import tiled_axes
 from autoshard.planning.record.spec import Spec, spec_text
 from autoshard.planning.xla.axis_assignments import WHOLE, States, local_elements
 from autoshard.planning.xla.partitioner_rules import Inner
+from autoshard.program import Argument
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -197,9 +198,13 @@ def check_regions(graph: OpGraph, mesh: Mesh) -> None:
             )
 
 
-def program_constraint_lines(graph: OpGraph) -> list[str]:
-    """Return one line for each constraint and then each manual region of the program, without duplicates."""
-    lines = [f"{c.where}: {_spec(graph, c)}" for c in graph.constraints]
+def program_constraint_lines(graph: OpGraph, arguments: Sequence[Argument]) -> list[str]:
+    """Return one line for each constraint and then each manual region of the program, without duplicates.
+
+    - `arguments`: records with the names of arguments, of which the module knows the positions only.
+    """
+    named = {argument_origin(k): f"the sharding of {argument.name}" for k, argument in enumerate(arguments)}
+    lines = [f"{named.get(c.where, c.where)}: {_spec(graph, c)}" for c in graph.constraints]
     lines += [f"{r.where}: by hand over {', '.join(r.axes)}" for r in graph.regions]
     return list(dict.fromkeys(lines))
 

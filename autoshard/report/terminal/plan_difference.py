@@ -257,9 +257,9 @@ def difference_report(found: PlanChange) -> RenderableType:
         figures.add_row(figure_name(key), figure_text(key, a), figure_text(key, b), Text(ratio, style="dim"))
     for name, a, b in found.settings:
         figures.add_row(Text(name, style="yellow"), Text(clean(a, 30)), Text(clean(b, 30)), "")
-    specs = Table.grid(padding=(0, 2, 0, 2))
+    specs = _rows()
     for name, a, b in found.specs[:SHOWN]:
-        specs.add_row(Text(clean(name, 44), no_wrap=True), Text(a), Text(f"-> {b}"))
+        specs.add_row(Text(clean(name, 44)), Text(a), Text(f"-> {b}"))
     count = f"{len(found.specs)} of {found.shared} common arguments are split differently"
     only = [(len(found.only_first), "first"), (len(found.only_second), "second")]
     only_text = "".join(f"; {n} {'is' if n == 1 else 'are'} only in the {which}" for n, which in only if n)
@@ -274,6 +274,15 @@ def difference_report(found: PlanChange) -> RenderableType:
     return Group(*parts)
 
 
+def _rows() -> Table:
+    """Return an empty table of a name and two specs, which are wrapped in a narrow terminal before the name is cut."""
+    table = Table.grid(padding=(0, 2, 0, 2))
+    table.add_column(no_wrap=True)
+    for _ in range(2):
+        table.add_column(overflow="fold")
+    return table
+
+
 def _inside_parts(found: PlanChange) -> list[RenderableType]:
     """Return a title and the table of values inside of the step that differ, layers folded; empty if there are none."""
     if not found.inside:
@@ -281,10 +290,10 @@ def _inside_parts(found: PlanChange) -> list[RenderableType]:
     rows: dict[tuple[str, str, str], int] = defaultdict(int)
     for each in found.inside:
         rows[pattern(each.name), each.first, each.second] += 1
-    table = Table.grid(padding=(0, 2, 0, 2))
+    table = _rows()
     for (name, a, b), count in [*rows.items()][:SHOWN]:
         times = f"{count} of " if count > 1 else ""
-        table.add_row(Text(f"{times}{clean(name, 44)}", no_wrap=True), Text(a), Text(f"-> {b}"))
+        table.add_row(Text(f"{times}{clean(name, 44)}"), Text(a), Text(f"-> {b}"))
     parts: list[RenderableType] = [
         Text(),
         Text(f"{len(found.inside)} values inside the step have other specs.", style="bold"),

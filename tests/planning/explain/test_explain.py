@@ -8,9 +8,21 @@ from pathlib import Path
 import pytest
 
 from autoshard.cli import main
+from autoshard.cost import Topology, flag_set, load_calibration, with_flags
 from autoshard.errors import UserError
 from autoshard.exports import export_plan
-from autoshard.planning import Options, Plan, PlannedOp, Spec, explain_plan, load_plan, make_plan, read_asked, save_plan
+from autoshard.planning import (
+    Options,
+    Plan,
+    PlannedOp,
+    Spec,
+    explain_plan,
+    load_plan,
+    make_plan,
+    plan_bills,
+    read_asked,
+    save_plan,
+)
 from autoshard.planning.explain.explanation import named
 from autoshard.program import Program, open_source
 from autoshard.report.terminal.explanation_report import step_limits
@@ -159,6 +171,16 @@ def test_a_set_of_flags_is_named_proposed_and_preserved(monkeypatch: pytest.Monk
     heard = make_plan(program, Options(**machine)).plan
     assert heard.provenance["xla_flags"]["from"] == "LIBTPU_INIT_ARGS"
     assert heard.prediction == named.prediction
+
+
+def test_flags_are_proposed_for_the_plan_that_a_form_holds() -> None:
+    program = wide_mlp(batch=16384, dim=1024, ffn=4096, layers=2)
+    machine = {"topology": "v6e:2x4", "mesh": "data=4,model=2", "calibration": False}
+    within = make_plan(program, Options(**machine, form="flax")).plan
+    chip = Topology.parse("v6e:2x4").chip
+    flagged = with_flags(load_calibration(chip), flag_set("sparsecore", chip)).calibration
+    (bill,) = plan_bills(program, [within])
+    assert within.provenance["flag_sets"]["sparsecore"] == pytest.approx(bill.seconds(flagged))
 
 
 def test_what_cannot_be_explained_is_reported() -> None:
