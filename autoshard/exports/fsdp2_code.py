@@ -7,15 +7,16 @@ from autoshard.exports.export_text import head, table, unpinned
 from autoshard.exports.form_writers import writes
 from autoshard.exports.parallel_styles import batch_and_tensor_axes, split_by, split_together
 from autoshard.exports.torch_code import plan_inputs, plan_parameters
+from autoshard.exports.torch_recipe import mixed_code, recipe_lacks, recompute_code
 from autoshard.exports.whole_calls import WHOLE_CALLS, WHOLE_IMPORTS, WHOLE_SENTENCE
 from autoshard.planning import Plan, Spec, module_pattern
 
 
 _FSDP2 = '''
-import re
+{functools}import re
 
 {imports}from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import {mixed_import}fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import ModuleList, Parameter
 
@@ -34,10 +35,10 @@ def _dims(name):
     raise KeyError(f"the plan has no parameter {{name}}")
 
 
-def shard(model, mesh, **options):
+{recompute}def shard(model, mesh, **options):
     """Split a model's parameters as planned: every block of a `ModuleList` is gathered for itself, what else there is
     with the model. `options` are those of `fully_shard`, such as `mp_policy`."""
-    names = {{}}
+{mixed}    names = {{}}
     made = {{}}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         path, _, key = name.rpartition(".")
@@ -61,9 +62,9 @@ def shard(model, mesh, **options):
         dim = _dims(names[id(parameter)])[0]
         return None if dim is None else Shard(dim)
 
-    blocks = [block for each in model.modules() if isinstance(each, ModuleList) for block in each]
+{recomputes}    blocks = [block for each in model.modules() if isinstance(each, ModuleList) for block in each]
     for module in (*reversed(blocks), model):
-        fully_shard(module, mesh=mesh["data"], shard_placement_fn=place, **options)
+        fully_shard(module, mesh=mesh[{group}], shard_placement_fn=place, **options)
 {whole}    return model
 
 
@@ -115,7 +116,6 @@ def fsdp2_text(plan: Plan, sentence: str) -> str:
             "batch nor parameters over them."
         )
     sizes = [math.prod(plan.mesh[axis] for axis in axes) for axes in (data, tensor)]
-    mesh = {"data": sizes[0]} | ({"tensor": sizes[1]} if tensor else {})
     rows, unlike, whole = {}, [], []
     for name, spec in specs.items():
         shape = plan.shapes[name][len(plan.shapes[name]) - len(spec.dims) :]
@@ -138,6 +138,10 @@ def fsdp2_text(plan: Plan, sentence: str) -> str:
             unlike.append(name)
         rows[module_pattern(plan, name)] = repr(dims)
     batch = {name: _input_dim(plan, name, spec, data) for name, spec in inputs.items()}
+    some = whole if len(whole) < len(specs) else []
+    # A group of one device to split over: FSDP stores parameters whole and sums their gradients.
+    alone = {} if some or not whole else {"shard": 1}
+    mesh = {"data": sizes[0]} | alone | ({"tensor": sizes[1]} if tensor else {})
     elsewhere = sorted({name for name, spec in inputs.items() for axis in spec.axes if axis not in data})
     lacks = (
         *(
@@ -147,21 +151,30 @@ def fsdp2_text(plan: Plan, sentence: str) -> str:
         ),
         *lost,
         *([f"{', '.join(unlike)}: split by some of the axes, by several dims or unevenly."] if unlike else []),
-        *([f"{', '.join(whole)}: whole over the batch's devices; FSDP splits them as well."] if whole else []),
+        *([f"{', '.join(whole)}: whole over the batch's devices; FSDP splits them as well."] if some else []),
         *(
             [f"{', '.join(elsewhere)}: split by axes that do not split the batch; they are whole there."]
             if elsewhere
             else []
         ),
         *([WHOLE_SENTENCE] if tensor else []),
+        *recipe_lacks(plan, emitted=True),
         "optimizer state; state made like its parameter is split like it.",
         "the device order; ranks are laid out row-major over the mesh.",
     )
+    recompute, mixed = recompute_code(plan), mixed_code(plan)
+    imports = WHOLE_IMPORTS if tensor else "import torch\n" if mixed else ""
     return head(plan, lacks, sentence) + _FSDP2.format(
-        imports=WHOLE_IMPORTS if tensor else "",
+        functools="import functools\n" if recompute else "",
+        recompute=recompute,
+        recomputes="    recompute(model)\n" if recompute else "",
+        mixed=mixed,
+        mixed_import="MixedPrecisionPolicy, " if mixed else "",
+        imports=imports,
         calls=WHOLE_CALLS if tensor else "\n",
         whole="    WholeCalls(model)\n" if tensor else "",
         mesh=mesh,
+        group='"data", "shard"' if alone else '"data"',
         parameters=table("PARAMETERS", rows),
         inputs=table("INPUTS", {name: repr(dim) for name, dim in batch.items()}),
     )

@@ -6,6 +6,7 @@ from autoshard.errors import FormError
 from autoshard.exports.export_text import head, table, unpinned
 from autoshard.exports.form_writers import writes
 from autoshard.exports.parallel_styles import COLUMNS_LAST, GATHERED, read_styles, sizes
+from autoshard.exports.torch_recipe import mixed_code, recipe_lacks, recompute_code
 from autoshard.exports.transformers_styles import read_transformers
 from autoshard.planning import Plan
 from autoshard.program import Program
@@ -74,7 +75,7 @@ for style, options in {{
 """Code of the styles of layers with their columns last."""
 
 _TORCHTITAN = '''
-from torch.distributed.device_mesh import init_device_mesh
+{functools}{torch}from torch.distributed.device_mesh import init_device_mesh
 {fsdp_import}{tensor_import}{nn_import}
 MESH = {mesh!r}
 
@@ -83,10 +84,10 @@ def make_mesh(device_type):
     return init_device_mesh(device_type, tuple(MESH.values()), mesh_dim_names=tuple(MESH))
 
 {hold_whole}
-def parallelize(model, mesh{options}):
+{recompute}def parallelize(model, mesh{options}):
     """Split {what}; where torchtitan is used, from its
     `parallelize_fn`, with `parallel_dims`' meshes of these names."""
-{tensor}{fsdp}    return model
+{mixed}{recomputes}{tensor}{fsdp}    return model
 '''
 _TENSOR_IMPORT = """from torch.distributed.tensor import DTensor, Replicate{shard}
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -165,6 +166,7 @@ def transformers_text(plan: Plan, sentence: str, program: Program | None) -> str
         lacks = unpinned(plan, "every process computes its part of the batch", local_batch=True)
     else:
         lacks = _lacks(plan, styles.tensor, styles.rules, styles.lacks)
+    lacks = (*lacks, *recipe_lacks(plan, emitted=False))
     groups = group_options = ""
     if styles.data > 1:
         lacks = (
@@ -213,7 +215,9 @@ def torchtitan_text(plan: Plan, sentence: str, program: Program | None) -> str:
         lacks = unpinned(plan, "every process computes its part of the batch", local_batch=True)
     if data:
         lacks = (*lacks, "the dims by which the batch's devices split parameters: FSDP splits the first dim of each.")
-    nn = ", ".join(["ModuleList"] * data + ["Parameter"] * tensor)
+    recompute, mixed = recompute_code(plan), mixed_code(plan) if data else ""
+    lacks = (*lacks, *recipe_lacks(plan, emitted=data))
+    nn = ", ".join(["ModuleList"] * (data or bool(recompute)) + ["Parameter"] * tensor)
     what = (["a model's layers over `tp`"] if tensor else []) + (["every block over `fsdp`"] if data else [])
     return head(plan, lacks, sentence) + _TORCHTITAN.format(
         mesh=({"fsdp": parts} if data else {}) | ({"tp": tensor_parts} if tensor else {}),
@@ -223,7 +227,14 @@ def torchtitan_text(plan: Plan, sentence: str, program: Program | None) -> str:
         fsdp=(_PLACE if tensor else "") + _FSDP.format(place="shard_placement_fn=place, " if tensor else "")
         if data
         else "",
-        fsdp_import="from torch.distributed.fsdp import fully_shard\n" if data else "",
+        fsdp_import=f"from torch.distributed.fsdp import {'MixedPrecisionPolicy, ' if mixed else ''}fully_shard\n"
+        if data
+        else "",
+        functools="import functools\n\n" if recompute else "",
+        torch="import torch\n" if mixed else "",
+        recompute=recompute,
+        recomputes="    recompute(model)\n" if recompute else "",
+        mixed=mixed,
         nn_import=f"from torch.nn import {nn}\n",
         options=", **options" if data else "",
         what=" and ".join(what) + ("; `options` are `fully_shard`'s" if data else ""),

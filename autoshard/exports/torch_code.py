@@ -2,6 +2,7 @@
 
 from autoshard.exports.export_text import head, order_text, table, unpinned
 from autoshard.exports.form_writers import writes
+from autoshard.exports.torch_recipe import recipe_lacks
 from autoshard.exports.whole_calls import WHOLE_CALLS, WHOLE_IMPORTS, WHOLE_SENTENCE
 from autoshard.planning import Plan, Spec, dims_by_axis, is_stacked, layer_spec, module_pattern, spec_text
 
@@ -159,6 +160,7 @@ def dtensor_text(plan: Plan, sentence: str) -> str:
         *lost,
         *unlike,
         WHOLE_SENTENCE,
+        *recipe_lacks(plan, emitted=False),
         "optimizer state; state made like its parameter is split like it.",
         *(["the device order; ranks are laid out row-major over the mesh."] if order else []),
     )

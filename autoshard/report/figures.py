@@ -63,7 +63,7 @@ def recipe_line(plan: Plan) -> str:
     words += [f"{name} {value}" for name in ("remat", "microbatches", "host") if (value := options.get(name))]
     words += [options["optimizer"]] if options.get("optimizer") else []
     words += [options["dtype"]] if options.get("dtype") else []
-    by_role = {role: _largest_dtype(plan, role) for role in ("parameter", "frozen", "optimizer_state")}
+    by_role = {role: largest_dtype(plan, role) for role in ("parameter", "frozen", "optimizer_state")}
     named = {"parameter": "parameters", "frozen": "frozen parameters", "optimizer_state": "optimizer state"}
     stored = {dtype for dtype in by_role.values() if dtype}
     if len(stored) == 1:
@@ -73,7 +73,7 @@ def recipe_line(plan: Plan) -> str:
     return ", ".join(map(str, words)) or "no parameters"
 
 
-def _largest_dtype(plan: Plan, role: str) -> str:
+def largest_dtype(plan: Plan, role: str) -> str:
     """Return the dtype of the largest argument of a role; empty if there is none."""
     sizes = {
         name: tensor_bytes(plan.shapes[name], plan.dtypes[name]) for name, own in plan.roles.items() if own == role

@@ -2,7 +2,7 @@
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from autoshard.errors import UserError
 from autoshard.planning.record.plan_record import Plan
@@ -53,6 +53,8 @@ class Form:
     """True if at most one axis splits a dim, and the same axis splits the first dim of all inputs."""
     gathers: bool = False
     """True if split parameters are gathered before use, while each process computes its part of the batch."""
+    replicates: bool = False
+    """True if a form that gathers leaves parameters whole where a plan splits none over the batch's axes."""
 
 
 FORMS = {
@@ -68,7 +70,7 @@ FORMS = {
         Form("haliax", "Haliax and Levanter", Rest.NAMES, reads_program=True, state=False),
         Form("torch-xla", "PyTorch/XLA", Rest.XLA, state=False, layers=False),
         Form("dtensor", "torch.distributed.tensor", Rest.DTENSOR, state=False, layers=False, ordered=True),
-        Form("fsdp2", "PyTorch's FSDP2", Rest.DTENSOR, state=False, layers=False, gathers=True),
+        Form("fsdp2", "PyTorch's FSDP2", Rest.DTENSOR, state=False, layers=False, gathers=True, replicates=True),
         Form(
             "transformers",
             "tensor and expert parallelism of transformers",
@@ -77,6 +79,7 @@ FORMS = {
             state=False,
             layers=False,
             gathers=True,
+            replicates=True,
         ),
         Form(
             "torchtitan",
@@ -225,6 +228,42 @@ def expressible_specs(
                 parameter = parameter_of(name, shapes, roles)
                 expressed[name] = None if parameter is None else expressed[parameter]
     return expressed
+
+
+def gathered_specs(
+    form: Form,
+    specs: Mapping[str, Spec | None],
+    shapes: Mapping[str, tuple[int, ...]],
+    roles: Mapping[str, str],
+    mesh: Mapping[str, int],
+    axes: Collection[str],
+) -> dict[str, Spec | None]:
+    """Return the specs with every parameter split over all `axes`, as FSDP splits what each device of a batch gathers.
+
+    The dim is the first one that some of the axes split already, else the first one that all divide. A parameter
+    without such a dim keeps its spec. State without a spec of its own follows its parameter. `form` is one that
+    gathers; see `expressible_specs` for the other arguments.
+    """
+    own = [name for name, role in roles.items() if role == "parameter" and specs.get(name) is not None]
+    if form.replicates and not any(set(axes) & set(specs[name].axes) for name in own):  # type: ignore[union-attr]
+        return dict(specs)
+    found = dict(specs)
+    for name in own:
+        spec = specs[name]
+        assert spec is not None
+        first = 1 if is_stacked(name) else 0
+        rest = [tuple(axis for axis in names if axis not in axes) for names in spec.dims]
+        order = sorted(range(first, len(rest)), key=lambda dim: not set(spec.dims[dim]) & set(axes))
+        for dim in order:
+            split = Spec((*rest[:dim], (*rest[dim], *axes), *rest[dim + 1 :]))
+            if shapes[name][dim] % Spec((split.dims[dim],)).shards(mesh) == 0:
+                found[name] = split
+                break
+    for name, role in roles.items():
+        if role == "optimizer_state" and not form.state and found.get(name) is not None:
+            parameter = parameter_of(name, shapes, roles)
+            found[name] = found[name] if parameter is None else found[parameter]
+    return found
 
 
 def splits_nothing(specs: Mapping[str, Spec | None], mesh: Mapping[str, int]) -> bool:

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from autoshard.base.units import format_bytes
 from autoshard.cost import Topology
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.planning.forms.dim_name_rules import Mappings, NamedDims, recorded_mappings
-from autoshard.planning.forms.export_forms import Form, Rest, expressible_specs
+from autoshard.planning.forms.export_forms import Form, Rest, expressible_specs, gathered_specs
 from autoshard.planning.forms.gathered_parameters import SOLVE_S, gathered_candidate
 from autoshard.planning.forms.maxtext_axes import maxtext_candidate, maxtext_candidates, maxtext_uses
 from autoshard.planning.forms.propagated_specs import Propagation, needs_pins
@@ -68,6 +68,7 @@ def price_form(plan: Plan, program: Program, form: Form) -> Prediction | None:
         return predict(model, evaluate(model, named.choices(named.mappings(choices))), plan.memory_limit_bytes)
     given = expressible_specs(form, plan.arguments, plan.shapes, plan.roles, plan.mesh)
     if form.gathers and plan.batch_axes:
+        given = gathered_specs(form, given, plan.shapes, plan.roles, plan.mesh, plan.batch_axes)
         limits = Limits(plan.memory_limit_bytes, SOLVE_S, 0)
         axes = tuple(list(plan.mesh).index(axis) for axis in plan.batch_axes)
         gathered = gathered_candidate(form.name, model, reading.groups, given, limits, Required({}, {}), axes)
@@ -292,7 +293,7 @@ class _FormSearch:
         tried: list[dict[str, Spec | None]] = []
         for start in (found.best, *found.baselines.values()):
             specs = self.specs(start.choices)
-            given = expressible_specs(self.form, specs, self.shapes, self.roles, self.model.mesh.axes)
+            given = self.expressed(specs, self.model.axis_names)
             if given not in tried:
                 tried.append(given)
                 made = gathered_candidate(self.form.name, self.model, groups, given, self.limits, self.required)
@@ -340,12 +341,23 @@ class _FormSearch:
         """
         if specs is None or self.spent:
             return
-        given = expressible_specs(self.form, specs, self.shapes, self.roles, self.model.mesh.axes)
+        batch = {axis for name in specs if self.roles[name] == Role.BATCH for axis in specs[name].axes}
+        given = self.expressed(specs, [axis for axis in self.model.axis_names if axis in batch])
         key = tuple(given.items())
         if key not in self.tried:
             self.tried[key] = candidate = self.candidate_of(given)
             if candidate is not None and (self.best is None or _rank(candidate) < _rank(self.best)):
                 self.best = candidate
+
+    def expressed(self, specs: Mapping[str, Spec], axes: Sequence[str]) -> dict[str, Spec | None]:
+        """Return specs as the form expresses them where `axes` split the batch; a form that gathers splits every
+        parameter over them.
+        """
+        mesh = self.model.mesh.axes
+        given = expressible_specs(self.form, specs, self.shapes, self.roles, mesh)
+        if not self.form.gathers or not axes:
+            return given
+        return gathered_specs(self.form, given, self.shapes, self.roles, mesh, axes)
 
     def candidate_of(self, given: Mapping[str, Spec | None]) -> Candidate | None:
         """Return the candidate that the given specs complete to; None if it needs pins, breaks a constraint, or joins

@@ -1,0 +1,109 @@
+"""Code for torch of a plan's recipe: the layers that recompute, the dtype of compute, and sentences on the rest."""
+
+from autoshard.errors import UserError
+from autoshard.planning import Plan, planned_remat
+from autoshard.program import Remat
+from autoshard.report.figures import largest_dtype
+
+
+RECOMPUTE = '''RECOMPUTED = {parts!r}
+"""Layers that compute their values again in the backward pass: policy and number, 0 for all that remain."""
+
+
+def recompute(model):
+    """Checkpoint the layers of the outermost lists of blocks; `dots` saves the results of matmuls without a batch."""
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    def saved(ctx, op, *args, **kwargs):
+        is_saved = str(op) in ("aten.mm.default", "aten.addmm.default")
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def contexts():
+        return create_selective_checkpoint_contexts(saved)
+
+    lists = {{name: each for name, each in model.named_modules() if isinstance(each, ModuleList)}}
+    outer = [each for name, each in lists.items() if not any(name.startswith(other + ".") for other in lists)]
+    blocks = [block for each in outer for block in each]
+    policies = [policy for policy, count in RECOMPUTED for _ in range(count or len(blocks))]
+    for block, policy in zip(blocks, policies):
+        if policy != "none":
+            options = {{"context_fn": contexts}} if policy == "dots" else {{}}
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
+
+
+'''
+"""Code of a function that checkpoints layers as the plan chose; the text has `functools` and `ModuleList`."""
+
+_MIXED = """    # Parameters are stored in {stored}, and gathered and computed with in {compute}.
+    options = {{"mp_policy": MixedPrecisionPolicy(param_dtype=torch.{compute})}} | options
+"""
+
+
+def recompute_code(plan: Plan) -> str:
+    """Return the code of `recompute`; empty for a plan whose layers recompute nothing, or of which nothing is known."""
+    parts = _parts(plan)
+    return RECOMPUTE.format(parts=parts) if any(policy != "none" for policy, _ in parts) else ""
+
+
+def mixed_code(plan: Plan) -> str:
+    """Return the line of `shard` that makes FSDP compute in the plan's dtype; empty where that is the stored one."""
+    compute, stored = _dtypes(plan)
+    return _MIXED.format(compute=compute, stored=stored) if compute and compute != stored else ""
+
+
+def recipe_lacks(plan: Plan, emitted: bool) -> tuple[str, ...]:
+    """Return a phrase for each decision of the recipe that the code leaves to the caller.
+
+    `emitted` is True if the code has `recompute_code` and `mixed_code`.
+    """
+    lacks = []
+    remat = _remat(plan)
+    named = [] if remat is None else [name for name in remat.names if name != "input"]  # every checkpoint saves it
+    if remat is not None and not emitted and recompute_code(plan):
+        lacks.append(
+            f"recomputation, {remat}: `autoshard.torch_remat_policy(plan, layer)` makes the `context_fn` of "
+            "`torch.utils.checkpoint.checkpoint`."
+        )
+    elif named:
+        lacks.append(
+            f"values that the plan saves by name ({', '.join(named)}): they are recomputed here; "
+            "`autoshard.torch_remat_policy(plan, layer)` saves them."
+        )
+    compute, stored = _dtypes(plan)
+    if not emitted and compute and compute != stored:
+        lacks.append(f"compute in {compute} with parameters in {stored}: autocast, or `bf16=True` of a Trainer.")
+    microbatches = int(_options(plan).get("microbatches") or 1)
+    if microbatches > 1:
+        lacks.append(f"{microbatches} microbatches: call `backward` for each part of the batch, then the optimizer.")
+    if any("cudnn" in call.name for call in plan.calls):
+        lacks.append(
+            "attention by cuDNN: call the model under `sdpa_kernel(SDPBackend.CUDNN_ATTENTION)` of torch.nn.attention."
+        )
+    return tuple(lacks)
+
+
+def _options(plan: Plan) -> dict[str, object]:
+    """Return the options of the plan's source, with the choices of its recipe."""
+    options = {} if plan.source is None else dict(plan.source.options)
+    return options | ({} if plan.recipe is None else dict(plan.recipe.chosen))
+
+
+def _remat(plan: Plan) -> Remat | None:
+    """Return the plan's recomputation; None where nothing is known of it."""
+    try:
+        return planned_remat(plan)
+    except UserError:  # a choice of the program's own has no known meaning
+        return None
+
+
+def _parts(plan: Plan) -> tuple[tuple[str, int], ...]:
+    """Return the policy without named values and the number of layers of each part of the plan's recomputation."""
+    remat = _remat(plan)
+    return () if remat is None else tuple((policy.split(",")[0], count) for policy, count in remat.parts)
+
+
+def _dtypes(plan: Plan) -> tuple[str, str]:
+    """Return the dtypes of compute and of the largest parameter; ("", "") for a source whose dtype is not known."""
+    if plan.source is None or not plan.source.is_configuration:
+        return "", ""
+    return str(_options(plan).get("dtype") or "bfloat16"), largest_dtype(plan, "parameter")

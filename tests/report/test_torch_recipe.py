@@ -1,0 +1,68 @@
+"""Recipes in exports for torch: layers are recomputed as planned, and prices are those of the code that runs."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import autoshard
+from autoshard.errors import FormError
+from autoshard.exports import export_plan, make_export
+from autoshard.planning import Plan
+from autoshard.program import Program, open_source, read_config
+
+
+def tiny(**options: Any) -> tuple[Program, Plan]:
+    program = open_source("hf:llama-tiny", train=True, batch=16, seq=64, **options)
+    return program, autoshard.plan(program, topology="cpu:4", mesh={"data": 4})
+
+
+def gradients(model: Any) -> tuple[float, list[torch.Tensor]]:
+    ids = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(1))
+    model.zero_grad()
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.item(), [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("form", ["fsdp2", "torchtitan"])
+def test_layers_are_recomputed_as_planned(form: str) -> None:
+    """Judge by eager torch: equal gradients, and the modules of a layer run again only where the plan says so."""
+    program, plan = tiny(dtype="float32", remat="dots:1+full:2+none")
+    names: dict[str, Any] = {}
+    exec(export_plan(plan, form, program, force=True), names)  # noqa: S102
+    torch.manual_seed(0)
+    model: Any = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**read_config("llama-tiny")[1])
+    ).float()
+    loss, wanted = gradients(model)
+    runs = [0] * len(model.model.layers)
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.register_forward_pre_hook(lambda *_, number=number: runs.__setitem__(number, runs[number] + 1))
+    names["recompute"](model)
+    found_loss, found = gradients(model)
+    assert found_loss == loss and all(torch.allclose(a, b, atol=1e-7) for a, b in zip(wanted, found, strict=True))
+    assert runs == [2, 2, 2, 1]
+
+
+def test_parameters_are_gathered_in_the_dtype_of_compute() -> None:
+    program, plan = tiny()
+    text = export_plan(plan, "fsdp2", program, force=True)
+    assert "MixedPrecisionPolicy(param_dtype=torch.bfloat16)" in text and "RECOMPUTED" not in text
+    assert "compute in bfloat16 with parameters in float32" in export_plan(plan, "dtensor", program, force=True)
+
+
+def test_fsdp_is_priced_as_it_runs() -> None:
+    """Judge by what FSDP does: it splits every parameter, unless a plan leaves all of them whole."""
+    program, plan = tiny(dtype="float32")
+    assert not any(plan.arguments[name].axes for name, role in plan.roles.items() if role == "parameter")
+    whole = make_export(plan, "fsdp2", program)
+    assert whole.prediction is not None and whole.prediction.peak_bytes == plan.prediction.peak_bytes
+    assert 'mesh["data", "shard"]' in whole.text
+    fsdp = plan.baselines["fsdp"]
+    with pytest.raises(FormError, match="the torchtitan form cannot hold this plan"):
+        make_export(plan, "torchtitan", program)
+    split = make_export(plan, "torchtitan", program, force=True).prediction
+    assert split is not None and split.step_time_s == pytest.approx(fsdp.step_time_s, rel=0.02)
+    assert split.peak_bytes == pytest.approx(fsdp.peak_bytes, rel=0.02)
