@@ -244,17 +244,16 @@ def gathered_specs(
     without such a dim keeps its spec. State without a spec of its own follows its parameter. `form` is one that
     gathers; see `expressible_specs` for the other arguments.
     """
-    own = [name for name, role in roles.items() if role == "parameter" and specs.get(name) is not None]
-    if form.replicates and not any(set(axes) & set(specs[name].axes) for name in own):  # type: ignore[union-attr]
+    own = {name: spec for name, spec in specs.items() if roles[name] == "parameter" and spec is not None}
+    if form.replicates and not any(set(axes) & set(spec.axes) for spec in own.values()):
         return dict(specs)
     found = dict(specs)
-    for name in own:
-        spec = specs[name]
-        assert spec is not None
+    for name, spec in own.items():
         first = 1 if is_stacked(name) else 0
         rest = [tuple(axis for axis in names if axis not in axes) for names in spec.dims]
-        order = sorted(range(first, len(rest)), key=lambda dim: not set(spec.dims[dim]) & set(axes))
-        for dim in order:
+        dims = range(first, len(rest))
+        split_already = [dim for dim in dims if len(rest[dim]) < len(spec.dims[dim])]
+        for dim in (*split_already, *dims):
             split = Spec((*rest[:dim], (*rest[dim], *axes), *rest[dim + 1 :]))
             if shapes[name][dim] % Spec((split.dims[dim],)).shards(mesh) == 0:
                 found[name] = split
