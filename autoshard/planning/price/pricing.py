@@ -36,7 +36,7 @@ from autoshard.planning.xla.axis_assignments import (
     local_elements,
     relabel,
 )
-from autoshard.planning.xla.partitioner_rules import Handling, handling
+from autoshard.planning.xla.partitioner_rules import Handling, handling, sliced_by_itself
 from autoshard.planning.xla.rewritten_sums import read_by_slices
 from autoshard.program import Program
 
@@ -396,8 +396,10 @@ class _Pricer(NodePricer):
             # An alias must have the source's state; a copy with its own memory must have another one.
             forbidden = np.where(alias[None, :], ~same, same)
         unasked = self.exchange.forbids(use.tensor, use.op, path.source, path.target)
-        if unasked is not None:
-            forbidden = unasked if forbidden is None else forbidden | unasked
+        sliced = sliced_by_itself(self.graph, use.op, path.source, path.target) if at_source else None
+        for pairs in (unasked, sliced):
+            if pairs is not None:
+                forbidden = pairs if forbidden is None else forbidden | pairs
         if costs or forbidden is not None:
             each = Reshard(
                 source, target, use.tensor, use.op, use.block, use.trips, overlap, rows, columns, costs, forbidden,

@@ -48,8 +48,14 @@ class Table(NamedTuple):
 class Copies(NamedTuple):
     """Copies of one gather or scatter in other layouts, in every state."""
 
+    in_order: NDArray[np.bool_]
+    """True where the rows of the table lie one after the other, each along the lanes, [states]."""
+    table: Seconds
+    """Bytes of the table in the layout in which the op reads or updates it, [states]."""
+    copied: Seconds
+    """Bytes of the table if that layout is a copy's, else 0, [states]."""
     traffic: Seconds
-    """Bytes that the copies move beyond those of operands and results, [states]."""
+    """Bytes that the copies move beyond those of operands and results, without those of `copied`, [states]."""
     held: tuple[tuple[int, int, Seconds], ...]
     """Bytes of each copy, [states], with the half-open range of ops during which it lives."""
 
@@ -130,18 +136,19 @@ def table_copies(graph: OpGraph, op: Op, states: States, axes: Sequence[int], to
     own = shards.prod(axis=1) * record.itemsize
     ratio = tile_padding(shards, record.itemsize, in_order=True)
     # A shard whose rows in order need no more than the compact layout is stored like this.
-    relaid = ratio > tile_padding(shards, record.itemsize) * (1 + 1e-9)
+    compact = tile_padding(shards, record.itemsize)
+    relaid = ratio > compact * (1 + 1e-9)
     read = ratio * MAX_UNPADDED_COLUMNS < LANES
     if op.kind == "gather":
         padded = np.where(relaid & read, own * ratio, 0.0)
         held = [(op.id, op.id + 1, padded)]
-        traffic = np.where(padded > 0, padded + own, 0.0)
+        traffic = np.where(padded > 0, own, 0.0)
     else:
         relaid &= (ratio < 2) | (own * ratio <= _limit(topology)) | (len(columns) > 1)
         padded = np.where(relaid, own * ratio, 0.0)
         rows = np.where(relaid, _row_padding(graph, op, states, axes, columns[-1]), 0.0)
         held = [(op.id, op.id + 1, padded), (op.id, op.id + 1, rows)]
-        traffic = 2.0 * (padded + rows)
+        traffic = 2.0 * rows
         update = update_of(graph, op.results[0])
         if update is not None:
             features = math.prod(dims[: table.rows - 1], start=np.ones(len(states)))
@@ -149,7 +156,9 @@ def table_copies(graph: OpGraph, op: Op, states: States, axes: Sequence[int], to
             copied, moved = _updated(update, features, shards[:, 1:].prod(axis=1), own, padded, lone)
             held.append((*update.span(), copied))
             traffic += moved
-    return Copies(traffic, tuple(each for each in held if each[2].any()))
+    in_order = (padded > 0) | (ratio <= compact * (1 + 1e-9))
+    table_bytes = own * np.where(in_order, ratio, compact)
+    return Copies(in_order, table_bytes, padded, traffic, tuple(each for each in held if each[2].any()))
 
 
 def _limit(topology: Topology) -> float:
