@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost import LANES, Topology, tile_padding
-from autoshard.graph import Op, OpClass, OpGraph
+from autoshard.graph import Op, OpClass, OpGraph, rounds_rows
 from autoshard.planning.xla.axis_assignments import WHOLE, Seconds, States, local_elements, relabel
 
 
@@ -136,7 +136,9 @@ def table_copies(graph: OpGraph, op: Op, states: States, axes: Sequence[int], to
     table = table_of(graph, op, topology)
     if table is None:
         return None
-    record = graph.tensors[table.tensor]
+    # Rows are rounded after they are read.
+    maker = graph.maker(table.tensor) if rounds_rows(graph, op) else None
+    record = graph.tensors[table.tensor if maker is None else maker.operands[0]]
     dims = local_dims(graph, op, 0, states, axes)
     columns = dims[table.rows :]
     shards = np.stack([math.prod(dims[: table.rows]), *columns], axis=1).astype(np.float64)
