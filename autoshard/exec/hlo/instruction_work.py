@@ -282,8 +282,8 @@ class Reader:
         """Return the bytes written for a result `op` of a fused computation: only its updates if a parameter stores it.
         The rows of a scatter are read too.
 
-        A returned parameter writes 0 bytes, and any other value is written whole, in the layout of the result: values
-        of which a kernel reshapes each element are not in memory.
+        A returned parameter writes 0 bytes, and any other value is written whole. It has the layout of the result: a
+        value that the kernel only reshapes is not in memory.
         """
         whole = op.padded_bytes
         while op.opcode in ("bitcast", "reshape") and op.operands[0] in computation.by_name:

@@ -20,7 +20,10 @@ from autoshard.planning.xla.table_layouts import Copies, gathers_inner, table_co
 
 
 _ROOM = 0.75
-"""Share of on-chip memory within which a table is brought there: on v5e 96 of 128 MiB was, and 104 was not."""
+"""Share of on-chip memory within which a table is brought there: on v5e 96 of 128 MiB was, and 104 was not.
+
+So are results of scatters on chips with SparseCores: on v6e 80 MiB were there, and 104 were not.
+"""
 FOLDED_OPS = frozenset(
     {"slice", "concatenate", "pad", "reverse", "broadcast_in_dim", "reshape", "dynamic_update_slice", IN, OUT}
 )
@@ -55,8 +58,8 @@ def _masked_bytes(work: OpWork) -> Seconds:
     """Return the bytes of the kernels that clear rows of other shards before rows are summed on TPUs, [states].
 
     The rows are written in float32 if they are rounded after the sum. A copy brings them into the layout of the sum,
-    and a select clears those whose index another shard has. Of what these kernels read and write in turn, every other
-    value is on the chip if it fits, and all if two fit. Seen on v5e in rows of 60 to 768 MiB.
+    and a select clears those whose index another shard has. Every other value that these kernels read and write is on
+    the chip if it fits, and all are if two fit. Seen on v5e in rows of 60 to 768 MiB.
     """
     graph, op, rule = work.graph, work.op, work.op.rule
     assert rule is not None
@@ -126,8 +129,8 @@ def _padding_bytes(work: OpWork) -> Seconds:
 def _local_row(work: OpWork, dims: tuple[tuple[int, ...], ...]) -> Seconds:
     """Return the local elements of one row that a gather or scatter reads, [states].
 
-    - `dims`: factors of the dims of the tensor with a place for each row. Those that indices have too, such as the
-      features of stacked tables, select rows.
+    - `dims`: factors of the dims of the tensor with a place for each row. Factors that indices have too select rows,
+      such as the features of stacked tables.
     """
     op, states = work.op, work.states
     assert op.rule is not None
@@ -141,15 +144,15 @@ def _row_bytes(work: OpWork, table: int, rows: int, copies: Copies | None) -> Se
     """Return the bytes of one pass over rows of a table, each in whole bursts of main memory, [states].
 
     A table on the chip has no bursts, and its bytes count as `Residency.streamed` says. TPU compilers bring a table
-    there that fits (`_ROOM`), in the layout of its copy if it has one, and if that is fewer bytes than the bursts of
-    its rows. The result of a scatter is there if it fits. Seen on v5e for experts by capacity, segment sums and
-    embedding tables of 8 to 240 MiB. If several cores are one device, tables stay in main memory, which alone the
+    there if it fits (`_ROOM`), and if it is fewer bytes than the bursts of its rows. A table with a copy has the layout
+    of the copy there. The result of a scatter is there if it fits. Seen on v5e for experts by capacity, segment sums
+    and embedding tables of 8 to 240 MiB. If several cores are one device, tables stay in main memory, which alone the
     cores share: 8 and 32 MiB on v5p, 32 MiB on v4. The result is 0 for an op without a rule.
 
     - `table`: tensor that contains the rows.
     - `rows`: operand or result of a gather or scatter with one place for each row that is read or written.
-    - `copies`: copies of the table in other layouts; None for an op that has none. Those of the table itself are
-      written in this pass, beside the rows.
+    - `copies`: copies of the table in other layouts; None for an op that has none. The result includes writing the
+      copy of the table itself.
     """
     graph, op, states, axes = work.graph, work.op, work.states, work.axes
     if op.rule is None:
@@ -171,12 +174,11 @@ def _row_bytes(work: OpWork, table: int, rows: int, copies: Copies | None) -> Se
         register = LANES * record.itemsize
         padded = np.ceil(row / register) * register / np.maximum(row, 1.0)
         laid_out = whole * padded if copies is None else copies.table
-        if op.kind == "gather":
-            brought = (far >= laid_out) & (laid_out <= _ROOM * chip.vmem_bytes)
-        else:
-            brought = laid_out <= residency.room
+        made = op.kind == "scatter" and chip.sparse_core_collectives == "none"
+        fits = laid_out <= (residency.room if made else _ROOM * chip.vmem_bytes)
+        brought = fits & (far >= laid_out) if op.kind == "gather" else fits
         near = np.where(brought, laid_out / np.maximum(whole, 1.0) / residency.ratio, near)
-        stays = brought | (stays & (laid_out <= residency.room))
+        stays = fits & (brought | stays)
         copied = np.where(stays, copied / residency.ratio, copied)
     return np.where(stays, local * near, far) + copied
 

@@ -233,7 +233,9 @@ def _updated(
        matrix does not: its gradient is copied instead.
     2. Several tables in padded rows: the results have their features inside of the columns.
     3. Several tables in compact form: the scatter joins their rows. Unless features fill tiles, a reshape and a loop
-       separate them, and the results have copies as in 2. Without a loop the results take the place of the gradients.
+       separate them, and the results have copies as in 2.
+
+    The results take the place of the gradients, unless a loop writes these.
 
     Columns that fill one row of tiles need no copies in 2 and 3, since the orders of both layouts are the same. Nor do
     fewer columns, if features fill tiles too, or are at most 4.
@@ -256,7 +258,8 @@ def _updated(
     forms, results = np.where(joined, update.forms, 1), update.results
     scaled = np.where(joined, update.scaled, 0)
     overwritten = (update.first == update.last) & ~apart & (scaled == 0)
-    in_place = np.where(reshaped, np.minimum(forms, results), 0)
+    looped = unaligned & narrow & ~reshaped
+    in_place = np.where(looped, 0, np.minimum(forms, results))
     # Copies of a lone table are written and read, before the update and after it.
     alone = lone & ~narrow
     count = np.where(apart, forms + results - in_place, forms - overwritten)
@@ -269,7 +272,7 @@ def _updated(
     before = np.maximum(own - np.maximum(results - forms, 0) * filled, 0.0)
     held.append((np.where(apart & reshaped & ~alone, before, 0.0), False))
     # Scaled gradients are written and read, brought into place, and results are read and written once more.
-    placed = np.where(unaligned, np.where(narrow & ~reshaped, _LOOPED, 2.0), 0.0)
+    placed = np.where(looped, _LOOPED, np.where(unaligned, 2.0, 0.0))
     traffic = 2.0 * scaled * own
     traffic += np.where(apart, placed * forms * own + 2.0 * results * filled, 0.0)
     return held, np.where(alone, 4.0 * results * padded, traffic)
@@ -300,7 +303,14 @@ def update_of(graph: OpGraph, gradient: int) -> Update | None:
                 waiting.append(out)
     if not written:
         return None
-    return Update(min(readers, default=min(written)), min(written), max(written), len(set(written)), max(1, len(readers)), len(scaling))
+    return Update(
+        min(readers, default=min(written)),
+        min(written),
+        max(written),
+        len(set(written)),
+        max(1, len(readers)),
+        len(scaling),
+    )
 
 
 _SAME_ELEMENTS = frozenset({"reshape", "convert", "sharding_constraint"})
