@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from autoshard.graph import LEAST_ROWS, TO_HOST
 from autoshard.planning.price.device_memory import LiveBuffer, collective_buffers, gathered_copies, reserve
+from autoshard.planning.price.heap_placement import heap_holes, written_by_collectives
 from autoshard.planning.price.on_chip_memory import on_chip_room, without_on_chip
 from autoshard.planning.price.reshard_times import ReshardTime, reshard_overlap, reshard_time
 from autoshard.planning.price.softmax_credit import uncharged_bytes
@@ -285,6 +286,17 @@ def _events(buffers: Sequence[LiveBuffer]) -> list[tuple[int, int, str]]:
 
 
 def live_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
+    """Return every buffer in a device's main memory; on TPUs one more has the holes of the heap at the peak."""
+    buffers = _buffers(model, choices)
+    if model.mesh.topology.traits.tiled:
+        peak, when, _ = _memory(model, buffers)
+        cores, later = model.mesh.topology.chip.cores_per_chip, written_by_collectives(model, choices)
+        if holes := heap_holes(buffers, len(model.graph.ops), peak, cores, later):
+            buffers = [*buffers, LiveBuffer(when, when + 1, holes, "temporaries", -1)]
+    return buffers
+
+
+def _buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
     """Return every buffer in a device's main memory, with results allocated from the start where the backend does so.
 
     Buffers of collectives are included; on TPUs these are only the tables that gathers read.

@@ -350,12 +350,12 @@ def scatter_scratch(chip: str) -> float:
 
 
 BUFFERS = 4
-"""Number of buffers of a reduce-scatter along the lanes beyond one for each device; each is a row of tiles of a shard."""
+"""Number of buffers of a reduce-scatter along the lanes beyond one for each device; each has a shard's row of tiles."""
 _SCATTER_SCRATCH = {"": 14.3 * 2**20, "v6e": 29.3 * 2**20}
 """Bytes of on-chip memory that a reduce-scatter may use, by chip; the empty name is that of all other chips.
 
-Read from libtpu 0.0.52. Shards of 182, 305 and 456 tiles are the longest on 16, 8 and 4 devices of v5e, which leaves 14.2
-to 14.3 MiB for `BUFFERS`. v5p has the limit of v5e on 4 devices. On v6e 624 and 936 tiles leave 29.2 to 29.4 MiB.
+Read from libtpu 0.0.52. The longest shards on 16, 8 and 4 devices of v5e have 182, 304 and 456 tiles, whose buffers are
+14.2 to 14.3 MiB. v5p has the limit of v5e on 4 devices. On v6e 624 and 936 tiles take 29.2 to 29.4 MiB.
 """
 
 
@@ -368,9 +368,9 @@ def _breaks_matrix(
 ) -> NDArray[np.bool_]:
     """Return True where a TPU's compiler sums a matrix as a whole instead of scattering it; vectors always.
 
-    The shard has the layout that pads least. A split of the dim in the rows must leave whole tiles of 8 rows. A split of
-    the dim along the lanes must leave whole registers, of more than half a tile of rows. A row of tiles of the shard must
-    also fit on the chip several times.
+    The shard has the layout that pads least. A split of the rows must leave whole tiles of 8 rows. A split of the lanes
+    must leave whole registers, of more than half a tile of rows. A row of tiles of the shard must also fit on the chip
+    several times.
 
     - `local`: elements of both dims on one device.
     - `splits`: True where the sum ends split in this dim.
