@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 
 from autoshard.graph import LEAST_ROWS, TO_HOST
 from autoshard.planning.price.device_memory import LiveBuffer, collective_buffers, gathered_copies, reserve
+from autoshard.planning.price.heap_placement import heap_holes, written_by_collectives
 from autoshard.planning.price.on_chip_memory import on_chip_room, without_on_chip
 from autoshard.planning.price.reshard_times import ReshardTime, reshard_overlap, reshard_time
 from autoshard.planning.price.softmax_credit import uncharged_bytes
+from autoshard.planning.price.sparse_core_rows import OFFLOADING, with_gathered_rows
 from autoshard.planning.record.plan_parts import Collective
 from autoshard.planning.record.spec import Spec
 from autoshard.planning.space.attention_exchange import is_ring, ring_memory
@@ -77,6 +79,11 @@ class Outcome:
     def hidden_s(self) -> float:
         """Seconds of communication that overlap with compute or with each other; at least 0."""
         return max(0.0, self.comm_s - (self.step_time_s - self.compute_s))
+
+
+def _local_dims(model: Model, choices: NDArray[np.int64], tensor: int) -> tuple[int, ...]:
+    """Return the dims of a tensor's shard."""
+    return tensor_spec(model, choices, tensor).local_shape(model.graph.tensors[tensor].shape, dict(model.mesh.axes))
 
 
 def spec_of(model: Model, states: States, row: int, rank: int) -> Spec:
@@ -285,6 +292,18 @@ def _events(buffers: Sequence[LiveBuffer]) -> list[tuple[int, int, str]]:
 
 
 def live_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
+    """Return every buffer in a device's main memory; on TPUs one more has the holes of the heap at the peak."""
+    buffers = _buffers(model, choices)
+    if model.mesh.topology.traits.tiled:
+        peak, when, _ = _memory(model, buffers)
+        about = buffers, len(model.graph.ops), peak, model.mesh.topology.chip.cores_per_chip
+        # Few programs have holes, and only those need to know what collectives write.
+        if heap_holes(*about) and (holes := heap_holes(*about, written_by_collectives(model, choices))):
+            buffers = [*buffers, LiveBuffer(when, when + 1, holes, "temporaries", -1)]
+    return buffers
+
+
+def _buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
     """Return every buffer in a device's main memory, with results allocated from the start where the backend does so.
 
     Buffers of collectives are included; on TPUs these are only the tables that gathers read.
@@ -302,6 +321,8 @@ def live_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
         buffers += _exchanged_views(model, choices)
     if traits.tiled and (room := on_chip_room(model.mesh.topology, _memory(model, buffers)[0])):
         buffers = without_on_chip(model, choices, buffers, room)
+    if model.mesh.topology.chip.name in OFFLOADING:
+        buffers = list(with_gathered_rows(model.graph, buffers, functools.partial(_local_dims, model, choices)))
     if model.liveness.reserved:
         buffers = reserve(model.graph, buffers, model.liveness.reserved, traits.results_apart)
     if not traits.separate_collective_buffers and not traits.tiled:
@@ -324,7 +345,7 @@ def _exchanged_views(model: Model, choices: NDArray[np.int64]) -> Iterator[LiveB
 
     An example is a batch in microbatches: split by rows at the entry, and by the rows of each microbatch in the loop.
     """
-    graph, sizes = model.graph, dict(model.mesh.axes)
+    graph = model.graph
     stored = {tensor for tensor, _, _ in model.liveness.buffers}
     for reshard in model.reshards:
         if reshard.op < 0 or graph.ops[reshard.op].kind != "reshape" or reshard.tensor not in graph.arguments:
@@ -333,9 +354,7 @@ def _exchanged_views(model: Model, choices: NDArray[np.int64]) -> Iterator[LiveB
         loops = [graph.loops[op.loop] for op in graph.ops if op.loop >= 0 and view in op.operands]
         if view in stored or not loops or not reshard_time(model, reshard, choices).steps:
             continue
-        record = graph.tensors[view]
-        local = tensor_spec(model, choices, view).local_shape(record.shape, sizes)
-        size = model.padding.shard_bytes(view, local, record.itemsize)
+        size = model.padding.shard_bytes(view, _local_dims(model, choices, view), graph.tensors[view].itemsize)
         yield LiveBuffer(reshard.op, max(loop.stop for loop in loops), size, "temporaries", view)
 
 
@@ -345,7 +364,7 @@ def _copied_arguments(model: Model, choices: NDArray[np.int64]) -> Iterator[Live
     An example are whole weights with split state: the gathered weights get the place of the donated ones, which the
     compiler copies before the loops. Evidence: docs/compiler_behaviour.md, "Copies of donated arguments".
     """
-    graph, sizes = model.graph, dict(model.mesh.axes)
+    graph = model.graph
     arguments = zip(graph.arguments, model.program.arguments, strict=True)
     donated = {tensor for tensor, argument in arguments if argument.donated}
     inputs = dict(model.structure.ties)
@@ -356,20 +375,17 @@ def _copied_arguments(model: Model, choices: NDArray[np.int64]) -> Iterator[Live
         loops = [graph.loops[op.loop] for op in graph.users[tensor] if op.loop >= 0]
         steps = reshard_time(model, reshard, choices).steps if loops else ()
         if any(kind == "all-gather" for kind, *_ in steps):
-            record = graph.tensors[tensor]
-            local = tensor_spec(model, choices, tensor).local_shape(record.shape, sizes)
-            size = model.padding.shard_bytes(tensor, local, record.itemsize)
+            local = _local_dims(model, choices, tensor)
+            size = model.padding.shard_bytes(tensor, local, graph.tensors[tensor].itemsize)
             yield LiveBuffer(0, max(loop.stop for loop in loops), size, "temporaries", tensor)
 
 
 def _relaid_rows(model: Model, choices: NDArray[np.int64]) -> Iterator[LiveBuffer]:
     """Yield the buffers of `Liveness.relaid_rows` whose outermost dim has at least `LEAST_ROWS` on a device."""
-    sizes = dict(model.mesh.axes)
     for tensor, start, stop in model.liveness.relaid_rows:
-        record = model.graph.tensors[tensor]
-        local = tensor_spec(model, choices, tensor).local_shape(record.shape, sizes)
+        local = _local_dims(model, choices, tensor)
         if local[0] >= LEAST_ROWS:
-            size = model.padding.shard_bytes(tensor, local, record.itemsize)
+            size = model.padding.shard_bytes(tensor, local, model.graph.tensors[tensor].itemsize)
             yield LiveBuffer(start, stop, size, "temporaries", tensor)
 
 

@@ -28,6 +28,7 @@ from autoshard.planning.xla.axis_assignments import (
     is_stack,
     local_elements,
     members,
+    scatter_scratch,
     split,
     waves,
 )
@@ -184,6 +185,7 @@ class PathPrices:
             gathering=gathering,
             tpu=prices.mesh.topology.traits.joins_sums,
             tile=(float(TILE_ROWS), float(LANES)),
+            scratch=scatter_scratch(prices.mesh.topology.chip.name),
             launch=np.array([launch for launch, _ in tables]),
             latency=rates[0],
             per_byte=rates[1],

@@ -239,7 +239,7 @@ def waves(
     Three cases differ. If one of several axes of a dim moves together with another change, the whole tensor is gathered
     (XLA's "involuntary full rematerialization"). If an axis changes on a dim whose minor axes stay, the shard is sent
     by a collective-permute. TPU compilers reduce everything and slice if a reduce-scatter would leave parts of tiles
-    (`_breaks_tiles`).
+    (`_breaks_tiles`, `_breaks_matrix`).
 
     Evidence: docs/compiler_behaviour.md, "Collectives of a reshard".
 
@@ -282,6 +282,7 @@ def waves(
     last = len(sizes) - 1
     rows, minor = (np.broadcast_to(each[:, None], pairs) for each in extents(source, sizes, axis_sizes).T)
     stacked = is_stack(sizes, stacked)
+    scratch = scatter_scratch(collectives.mesh.topology.chip.name)
     summed = np.zeros(pairs, dtype=np.int32)
     totals: list[Bits] = []
     for axis in range(count):
@@ -294,10 +295,15 @@ def waves(
         sliced = only(scatter, scattering, Emitted.SUM)
         together, staged = only(scatter, scattering, Emitted.SCATTER), only(scatter, scattering, Emitted.STAGED)
         for groups in (together, *(staged & 1 << a for a in range(count))):
-            ends_last, ends_rows = groups & mask(t == last), groups & mask(t == last - 1) if stacked else 0 * groups
+            ends_last, ends_rows = groups & mask(t == last), groups & mask(t == last - 1)
             minor, rows = minor / parts[ends_last], rows / parts[ends_rows]
-            broken = (ends_last > 0) & _breaks_tiles(minor, LANES, reduce_itemsize, not stacked)
-            broken |= (ends_rows > 0) & _breaks_tiles(rows, TILE_ROWS, reduce_itemsize)
+            splits = (ends_rows > 0, ends_last > 0)
+            if len(sizes) < 3:
+                most = scratch / (parts[groups] + BUFFERS)
+                broken = _breaks_matrix((rows, minor), splits, reduce_itemsize, most, vector=last == 0)
+            else:
+                broken = splits[1] & _breaks_tiles(minor, LANES, reduce_itemsize, not stacked)
+                broken |= splits[0] & stacked & _breaks_tiles(rows, TILE_ROWS, reduce_itemsize)
             whole = groups * (tpu & broken)
             add("all-reduce", whole, reduce_itemsize)
             add("reduce-scatter", groups ^ whole, reduce_itemsize)
@@ -336,6 +342,63 @@ def waves(
 def is_stack(sizes: Sequence[int], stacked: bool) -> bool:
     """Return True if a tensor of these dims, whose matrices are `stacked`, has more than one matrix."""
     return stacked and math.prod(sizes[:-2]) > 1
+
+
+def scatter_scratch(chip: str) -> float:
+    """Return the bytes of on-chip memory that one reduce-scatter of a TPU may use."""
+    return _SCATTER_SCRATCH.get(chip, _SCATTER_SCRATCH[""])
+
+
+BUFFERS = 4
+"""Number of buffers of a reduce-scatter along the lanes beyond one for each device; each has a shard's row of tiles."""
+_SCATTER_SCRATCH = {"": 14.3 * 2**20, "v6e": 29.3 * 2**20}
+"""Bytes of on-chip memory that a reduce-scatter may use, by chip; the empty name is that of all other chips.
+
+Read from libtpu 0.0.52. The longest shards on 16, 8 and 4 devices of v5e have 182, 304 and 456 tiles, whose buffers are
+14.2 to 14.3 MiB. v5p has the limit of v5e on 4 devices. On v6e 624 and 936 tiles take 29.2 to 29.4 MiB.
+"""
+
+
+def _breaks_matrix(
+    local: tuple[Seconds, Seconds],
+    splits: tuple[NDArray[np.bool_], NDArray[np.bool_]],
+    itemsize: int,
+    most: Seconds,
+    vector: bool,
+) -> NDArray[np.bool_]:
+    """Return True where a TPU's compiler sums a matrix as a whole instead of scattering it; vectors always.
+
+    The shard has the layout that pads least. A split of the rows must leave whole tiles of 8 rows. A split of the lanes
+    must leave whole registers, of more than half a tile of rows. A row of tiles of the shard must also fit on the chip
+    several times.
+
+    - `local`: elements of both dims on one device.
+    - `splits`: True where the sum ends split in this dim.
+    - `itemsize`: bytes of an element.
+    - `most`: bytes of the largest row of tiles.
+
+    Evidence: docs/compiler_behaviour.md, "Collectives of a reshard".
+    """
+    if vector:
+        return np.ones_like(splits[1])
+    first, last = (np.ceil(each) for each in local)
+    packed = max(1, 4 // itemsize)
+    turned = tiled_bytes(last, first, packed) < tiled_bytes(first, last, packed)
+    rows, lanes = np.where(turned, last, first), np.where(turned, first, last)
+    across, down = (np.where(turned, *pair) for pair in (splits, splits[::-1]))
+    long = 4.0 * TILE_ROWS * lanes > most
+    odd = (lanes % (LANES * packed) != 0) | (2 * rows <= TILE_ROWS) | long
+    return (across & odd) | (down & (rows % TILE_ROWS != 0))
+
+
+def tiled_bytes(rows: NDArray[np.float64], lanes: NDArray[np.float64], packed: int) -> NDArray[np.float64]:
+    """Return the elements that tiles of a matrix have, with padding; few rows have tiles of fewer rows.
+
+    - `packed`: elements in 4 bytes.
+    """
+    tall = np.where(rows > 4, 8.0, np.where(rows > 2, 4.0, np.where(rows > 1, 2.0, 1.0)))
+    tall = np.maximum(tall, float(packed))
+    return np.ceil(rows / tall) * tall * (np.ceil(lanes / LANES) * LANES)
 
 
 def _breaks_tiles(size: NDArray[np.float64], tile: int, itemsize: int, relaid: bool = False) -> NDArray[np.bool_]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from autoshard.base.numba_jit import njit
 from autoshard.cost import FIRST_POWER
-from autoshard.planning.xla.axis_assignments import PARTIAL, WHOLE
+from autoshard.planning.xla.axis_assignments import BUFFERS, PARTIAL, WHOLE
 
 
 Floats = NDArray[np.float64]
@@ -39,6 +39,8 @@ class Rules(NamedTuple):
     """True if the compiler joins sums and gathers as TPU compilers do (`Traits.joins_sums`)."""
     tile: tuple[float, float]
     """Rows and lanes of a TPU's tile of 4-byte elements."""
+    scratch: float
+    """Bytes of on-chip memory that a reduce-scatter may use (`scatter_scratch`)."""
     launch: Floats
     """Launch seconds, [kinds, groups]."""
     latency: Floats
@@ -115,6 +117,32 @@ def _add(steps, count, place, kind, group, size):
 
 
 @njit(cache=True, nogil=True, inline="always")
+def _tiled(rules, rows, lanes, packed):
+    """Return the elements in the tiles of a matrix, as `axis_assignments.tiled_bytes` does."""
+    tall = 8.0 if rows > 4 else 4.0 if rows > 2 else 2.0 if rows > 1 else 1.0
+    tall = max(tall, float(packed))
+    return np.ceil(rows / tall) * tall * (np.ceil(lanes / rules.tile[1]) * rules.tile[1])
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _breaks_matrix(rules, first, last, on_first, on_last, packed, devices):
+    """Return True if a matrix is summed as a whole, as `axis_assignments._breaks_matrix` does for one pair.
+
+    - `first`, `last`: elements of both dims on one device.
+    - `on_first`, `on_last`: True if the sum ends split in this dim.
+    - `packed`: elements in 4 bytes.
+    - `devices`: devices in the group.
+    """
+    first, last = np.ceil(first), np.ceil(last)
+    turned = _tiled(rules, last, first, packed) < _tiled(rules, first, last, packed)
+    rows, lanes = (last, first) if turned else (first, last)
+    across, down = (on_first, on_last) if turned else (on_last, on_first)
+    odd = lanes % (rules.tile[1] * packed) != 0.0 or 2 * rows <= rules.tile[0]
+    odd |= 4.0 * rules.tile[0] * lanes > rules.scratch / (devices + BUFFERS)
+    return (across and odd) or (down and rows % rules.tile[0] != 0.0)
+
+
+@njit(cache=True, nogil=True, inline="always")
 def _sum(rules, f, t, last, minor, local, sizes, steps):
     """Fill in the reductions of a pair in `steps`; return their number and the elements left on a device.
 
@@ -131,7 +159,7 @@ def _sum(rules, f, t, last, minor, local, sizes, steps):
     for axis in range(axes):
         if t[axis] == last:
             ends_last |= 1 << axis
-        elif sizes.stacked and t[axis] == last - 1:
+        elif t[axis] == last - 1:
             ends_rows |= 1 << axis
     for axis in range(axes):
         place = axis * (2 * (axes + 1) + 1)
@@ -157,8 +185,12 @@ def _sum(rules, f, t, last, minor, local, sizes, steps):
                 continue
             rows /= rules.parts[group & ends_rows]
             lanes /= rules.parts[group & ends_last]
-            broken = (group & ends_rows) > 0 and rows % (packed * rules.tile[0]) != 0.0
-            if (group & ends_last) > 0 and (sizes.stacked or lanes % rules.tile[1] == 0.0):
+            broken = sizes.stacked and (group & ends_rows) > 0 and rows % (packed * rules.tile[0]) != 0.0
+            if last < 2:
+                on_rows, on_last = (group & ends_rows) > 0, (group & ends_last) > 0
+                devices = rules.parts[group]
+                broken = last == 0 or _breaks_matrix(rules, rows, lanes, on_rows, on_last, packed, devices)
+            elif (group & ends_last) > 0 and (sizes.stacked or lanes % rules.tile[1] == 0.0):
                 broken |= lanes % (packed * rules.tile[1]) != 0.0
             whole = rules.tpu and broken
             kind = REDUCE if whole else SCATTER

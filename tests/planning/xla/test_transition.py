@@ -196,13 +196,13 @@ def test_tpus_scatter_sums_where_they_end_split() -> None:
     steps = transition(
         np.array([[0, PARTIAL], [0, PARTIAL], [0, 1]]),
         np.array([[0, WHOLE], [0, 1]]),
-        (16, 32),
+        (256, 512),
         4,
         4,
         Collectives(mesh),
     )
     sizes = {(step.kind, step.axes): step.size.tolist() for step in steps if step.size.any()}
-    local = 16 // 4 * 32 * 4
+    local = 256 // 4 * 512 * 4
     assert sizes.pop(("reduce-scatter", (1,))) == [[0, local], [0, local], [0, 0]]
     assert sizes.pop(("all-reduce", (1,))) == [[local, 0], [local, 0], [0, 0]]
     assert sizes.pop(("all-gather", (1,))) == [[0, 0], [0, 0], [local, 0]]
@@ -218,11 +218,47 @@ def test_tpus_sum_whole_what_would_leave_an_odd_number_of_registers(topology: st
         ends = np.array([(PARTIAL, WHOLE)]), np.array([target])
         return [(s.kind, s.axes, s.size[0, 0]) for s in transition(*ends, shape, 2, 2, Collectives(mesh))]
 
-    whole = 2.0 * 64 * 5632
-    assert kinds((1, WHOLE), (64, 5632)) == [("all-reduce", (0,), whole)]  # 11 registers on each device
-    assert kinds((0, WHOLE), (5632, 64)) == [("reduce-scatter", (0,), whole)]
-    for columns in (4096, 5120, 5632 + 128):  # 8, 10 and 11.25
-        assert kinds((1, WHOLE), (64, columns)) == [("reduce-scatter", (0,), 2.0 * 64 * columns)]
+    whole = 2.0 * 2048 * 5632
+    assert kinds((1, WHOLE), (2048, 5632)) == [("all-reduce", (0,), whole)]  # 11 registers on each device
+    assert kinds((0, WHOLE), (5632, 2048)) == [("reduce-scatter", (0,), whole)]
+    for columns in (4096, 5120, 5632 + 128):  # 8, 10 and 11.25, which are laid out in the rows
+        assert kinds((1, WHOLE), (2048, columns)) == [("reduce-scatter", (0,), 2.0 * 2048 * columns)]
+
+
+MATRICES = [
+    # Topology, devices, itemsize and dim of gradients of matmuls, their shapes, and True for a reduce-scatter.
+    ("v5e:2x4", 8, 2, 0, [(32, 1000), (32, 65536), (96, 1000), (160, 1000)], False),
+    ("v5e:2x4", 8, 2, 0, [(64, 1000), (128, 1000), (512, 64), (1024, 128), (3072, 128)], True),
+    ("v5e:2x4", 8, 2, 0, [(512, 1), (65536, 1), (65536, 4), (1024, 64), (3072, 96), (1032, 64), (1024, 100)], False),
+    ("v5e:2x4", 8, 2, 0, [(4096, 7), (4096, 16), (2048, 64), (262144, 64), (311296, 32)], True),
+    ("v5e:2x4", 8, 2, 0, [(319488, 32), (393216, 64), (524288, 96)], False),
+    ("v5e:2x4", 8, 2, 1, [(64, 3072), (64, 1024), (64, 960), (4, 4096), (1000, 32), (1000, 96), (256, 524288)], False),
+    ("v5e:2x4", 8, 2, 1, [(64, 4096), (8, 4096), (1000, 64), (1024, 512), (524288, 64)], True),
+    ("v5e:2x4", 8, 4, 0, [(32, 1000), (96, 1000), (4096, 2), (65536, 4), (319488, 32)], False),
+    ("v5e:2x4", 8, 4, 0, [(64, 1000), (4096, 5), (1024, 16), (3072, 64), (311296, 32)], True),
+    ("v5e:2x4", 4, 2, 0, [(233472, 16), (188416, 32)], True),
+    ("v5e:2x4", 4, 2, 0, [(235520, 16), (524288, 64)], False),
+    ("v5e:4x8", 16, 2, 0, [(372736, 16)], True),
+    ("v5e:4x8", 16, 2, 0, [(376832, 16)], False),
+    ("v6e:2x4", 8, 2, 0, [(634880, 16)], True),
+    ("v6e:2x4", 8, 2, 0, [(655360, 16)], False),
+    ("v5p:2x2x2", 4, 2, 0, [(233472, 16)], True),
+    ("v5p:2x2x2", 4, 2, 0, [(235520, 16)], False),
+    ("v5e:2x4", 8, 4, 0, [(65536,), (4194304,)], False),
+]
+"""Read from libtpu 0.0.52: gradients of matmuls over a split batch, and sums of vectors."""
+
+
+@pytest.mark.parametrize(("topology", "devices", "itemsize", "dim", "shapes", "scattered"), MATRICES)
+def test_tpus_scatter_matrices_by_the_layout_of_their_shards(
+    topology: str, devices: int, itemsize: int, dim: int, shapes: list[tuple[int, ...]], scattered: bool
+) -> None:
+    parsed = Topology.parse(topology)
+    prices = Collectives(make_mesh(parsed, {"d": devices, "rest": parsed.num_devices // devices}))
+    ends = np.array([[PARTIAL, WHOLE]]), np.array([[dim, WHOLE]])
+    for shape in shapes:
+        kinds = [wave.kind for wave in waves(*ends, shape, itemsize, itemsize, prices)]
+        assert kinds == ["reduce-scatter" if scattered else "all-reduce"], shape
 
 
 STACKS = [
@@ -257,10 +293,10 @@ def test_tpus_scatter_stacks_of_matrices_by_whole_tiles(
 def test_what_is_summed_whole_is_sliced_for_the_sums_that_follow() -> None:
     mesh = make_mesh(Topology.parse("v5e:4x4"), {"a": 4, "b": 4})
     ends = np.array([(PARTIAL, PARTIAL)]), np.array([(1, 1)])
-    steps = transition(*ends, (64, 5632), 2, 2, Collectives(mesh))
+    steps = transition(*ends, (2048, 5632), 2, 2, Collectives(mesh))
     assert [(s.kind, s.axes, s.size[0, 0]) for s in steps] == [
-        ("all-reduce", (0,), 2.0 * 64 * 5632),
-        ("reduce-scatter", (1,), 2.0 * 64 * 1408),
+        ("all-reduce", (0,), 2.0 * 2048 * 5632),
+        ("reduce-scatter", (1,), 2.0 * 2048 * 1408),
     ]
 
 
@@ -275,10 +311,10 @@ def test_tpus_gather_several_dims_at_once() -> None:
 def test_tpus_sum_once_after_what_they_scatter() -> None:
     """Sum over two axes, one of which ends split, for one summed factor over both and for two."""
     mesh = make_mesh(Topology.parse("v5e:2x4"), SIZES)
-    size = 16 * 32 * 4
+    size = 256 * 512 * 4
     for source in ((PARTIAL, PARTIAL), (PARTIAL, PARTIAL - 1)):
         ends = np.array([source]), np.array([(WHOLE, 0), (WHOLE, WHOLE)])
-        steps = transition(*ends, (16, 32), 4, 4, Collectives(mesh))
+        steps = transition(*ends, (256, 512), 4, 4, Collectives(mesh))
         found = [(step.kind, step.axes, step.size[0].tolist()) for step in steps]
         assert sorted(found) == [
             ("all-reduce", (0,), [size / 2, 0]),

@@ -1,0 +1,60 @@
+"""Memory of rows that sparse cores gather: padded to registers, and shared with no other value.
+
+Evidence: docs/compiler_behaviour.md, "Rows that sparse cores gather".
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from autoshard.cost import tile_padding
+from autoshard.graph import OpClass, OpGraph
+from autoshard.planning.price.device_memory import LiveBuffer
+
+
+OFFLOADING = frozenset({"v5p"})
+"""Chips whose compiler, libtpu 0.0.52, has sparse cores gather rows by default; on v5e and v6e it does not."""
+
+
+def with_gathered_rows(
+    graph: OpGraph, buffers: Sequence[LiveBuffer], local_of: Callable[[int], Sequence[int]]
+) -> Iterator[LiveBuffer]:
+    """Yield the buffers of a program whose rows sparse cores gather, and the padding of these rows.
+
+    The rows are those that a scatter adds up, as a gather found them or as one elementwise op made them of it. Rows lie
+    one after the other, each along the lanes. The padding at the scatter itself is that of its copies. Elementwise ops
+    write their results over an operand, but none over the result of a sparse core.
+
+    - `local_of`: dims of a tensor's shard.
+    """
+    rows = _gathered_rows(graph)
+    for each in buffers:
+        if each.tensor not in rows:
+            yield each
+            continue
+        maker, reads = graph.maker(each.tensor), each.stop < len(graph.ops)
+        apart = maker is not None and maker.kind == "gather"
+        apart &= reads and graph.ops[each.stop].op_class is OpClass.POINTWISE
+        record, local = graph.tensors[each.tensor], local_of(each.tensor)
+        ratio = tile_padding(np.asarray([local], dtype=np.float64), record.itemsize, in_order=True)
+        padded = round(math.prod(local) * record.itemsize * float(ratio[0]))
+        stop, scatter = each.stop + apart, rows[each.tensor]
+        yield each._replace(stop=min(stop, scatter), size=padded)
+        if stop > scatter:
+            yield each._replace(start=scatter, stop=stop)
+
+
+def _gathered_rows(graph: OpGraph) -> Mapping[int, int]:
+    """Return the scatter that reads each tensor of gathered rows, directly or after one elementwise op, by tensor."""
+    rows: dict[int, int] = {}
+    for op in graph.ops:
+        if op.kind != "scatter":
+            continue
+        updates = op.operands[2]
+        maker = graph.maker(updates)
+        sources = maker.operands if maker is not None and maker.op_class is OpClass.POINTWISE else (updates,)
+        found = [t for t in sources if (source := graph.maker(t)) is not None and source.kind == "gather"]
+        if found:
+            rows |= dict.fromkeys((*found, updates), op.id)
+    return rows
