@@ -23,7 +23,7 @@ _on: contextvars.ContextVar[bool] = contextvars.ContextVar("values are saved as 
 
 @contextlib.contextmanager
 def saving_as_torch(on: bool) -> Iterator[None]:
-    """Have the functions of `from_inputs` save their inputs and marked values alone while inside, if `on`."""
+    """Save inputs and marked values alone in the functions of `from_inputs`, while inside and if `on`."""
     token = _on.set(on)
     try:
         yield
