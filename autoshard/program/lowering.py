@@ -1,6 +1,8 @@
 """Lowering of a JAX function without shardings; an error of the user's own code becomes one sentence."""
 
 import dataclasses
+import functools
+import pathlib
 import re
 import sys
 import warnings
@@ -38,6 +40,8 @@ def lower_function(fn: Callable[..., Any], args: tuple[Any, ...], donate: tuple[
 
     from autoshard.program.opaque_functions import lower_traced
 
+    _leave_out_callers()
+
     def lower(platform: str) -> Any:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
@@ -69,6 +73,23 @@ def lower_function(fn: Callable[..., Any], args: tuple[Any, ...], donate: tuple[
     module = mlir.to_bytes(ir)
     lowerings = Lowerings(module_for, {platform: module})
     return Lowered(traced.jaxpr.jaxpr, ir, traced.out_info, platform, lowerings)
+
+
+_CALLERS = ("program/load.py", "program/trace_cache.py", "__init__.py", "__main__.py")
+_CALLERS += tuple(f"{room}/" for room in ("cli", "degrees", "exec", "exports", "planning", "serving", "validation"))
+"""Files and folders of this package that open programs, and that programs do not call."""
+
+
+@functools.cache
+def _leave_out_callers() -> None:
+    """Leave the frames of `_CALLERS` out of the locations of ops, for the whole process.
+
+    A program then has the same bytes under each command, so that facts cached by them are found again.
+    """
+    from jax._src import source_info_util
+
+    for place in _CALLERS:
+        source_info_util.register_exclusion(str(pathlib.Path(__file__).parents[1] / place))
 
 
 def user_code(label: str, run: Callable[[], Any]) -> Any:

@@ -1,10 +1,13 @@
 """Program files and `hf:` names: the ones that load, and the errors of those that do not."""
 
+import functools
 import json
 
 import pytest
 
+import autoshard
 from autoshard.errors import UserError
+from autoshard.planning import reopen
 from autoshard.program import load_program, open_source, read_config
 
 
@@ -32,6 +35,15 @@ def _write(tmp_path, text, name="model.py"):
 def test_what_a_file_may_offer(tmp_path, body):
     program = load_program(_write(tmp_path, JAX + body))
     assert program.results[0].shape[0] == 4
+
+
+def test_every_command_traces_a_file_to_the_same_bytes(tmp_path):
+    file = str(_write(tmp_path, JAX + "def program():\n    return (lambda x: jnp.tanh(x) * 2), (X,)\n"))
+    plan = autoshard.plan(open_source(file), topology="cpu:2", mesh="data=2")
+    # Both are called from one line, since the caller's own line is in the locations of ops.
+    ways = (functools.partial(open_source, file), functools.partial(reopen, plan))
+    first, second = [way().module for way in ways]
+    assert first == second
 
 
 def test_a_file_may_import_its_neighbour(tmp_path):

@@ -13,6 +13,7 @@ from torch_modules import Chain, meta, run_module
 
 from autoshard.errors import UserError
 from autoshard.program import from_torch
+from autoshard.program.jax.jaxprs import equations
 
 
 class Doubling(Chain):
@@ -143,13 +144,13 @@ def test_layers_with_choices_of_their_own_are_scanned_apart():
 
 @pytest.mark.parametrize("scan", [True, False])
 def test_only_layers_that_are_named_compute_again(scan):
-    import jax
-
     def sines(remat):
         module = Chain(6).eval()
         program = from_torch(module, (torch.randn(3, 8), torch.randn(8)), train=True, remat=remat, scan=scan)
-        text = str(jax.make_jaxpr(program.fn)(*program.args))
-        return text.count("checkpoint[") + text.count("remat2[")
+        again = [e for e in equations(jax.make_jaxpr(program.fn)(*program.args).jaxpr) if "policy" in e.params]
+        assert again or remat == "none"
+        # An activation or a norm may be computed again from its input, as in torch's own kernels.
+        return sum(any(e.primitive.name == "dot_general" for e in equations(each.params["jaxpr"])) for each in again)
 
     assert sines("none") == 0
     assert 0 < sines("full:3+none") <= sines("full")

@@ -10,13 +10,16 @@ from autoshard.planning.xla.axis_assignments import WHOLE, States, relabel
 from autoshard.program import WEIGHTS, Program, Role
 
 
+_EXPERTS = "experts"
+"""Name of a dim that counts the experts of a parameter."""
+
 # Name of a dim group and the parameters' names that suggest it, the most specific first.
 _HINTS = (
     (
         "vocabulary",
         re.compile(r"embed_tokens|lm_head|wte|shared\.weight|embed(ding)?s?(\.|$)|unembed|head$|vocab", re.I),
     ),
-    ("experts", re.compile(r"expert|moe", re.I)),
+    (_EXPERTS, re.compile(r"expert|moe", re.I)),
     ("kv heads", re.compile(r"(^|[._])(k_proj|v_proj|wk|wv|key|value|k|v)([._]|$)", re.I)),
     ("heads", re.compile(r"attn|attention|q_proj|o_proj|(^|[._])(wq|wo|q|o|query)([._]|$)", re.I)),
     ("ffn", re.compile(r"mlp|ffn|feed_?forward|fc|up|gate|down|intermediate|w[123]($|[._])", re.I)),
@@ -149,6 +152,7 @@ def _describe(
     - `sizes`: smallest size of each group that may be split.
     """
     holders: dict[int, list[int]] = {}
+    stacked: set[int] = set()
     weight: dict[int, int] = {}
     matrices: dict[int, int] = {}
     matrix_bytes = 0
@@ -159,6 +163,8 @@ def _describe(
             real = [g for g in groups if g is not None]
             for group in set(real):
                 holders.setdefault(group, []).append(position)
+            if len(real) > 2:
+                stacked.add(real[0])
             if len(real) > 1:
                 matrix_bytes += graph.tensors[tensor].bytes
                 for group in set(real):
@@ -189,7 +195,7 @@ def _describe(
         elif group in space:
             names[group] = space[group]
         else:
-            names[group] = _hint([program.arguments[p].name for p in holders.get(group, [])])
+            names[group] = _hint([program.arguments[p].name for p in holders.get(group, [])], group in stacked)
     own = tuple(dict.fromkeys(g for groups in data for g in groups if g is not None and g in space and g in sizes))
     return Groups(of_factor, sizes, names, {g: tuple(p) for g, p in holders.items()}, batch, sequence, hidden, own)
 
@@ -234,14 +240,18 @@ def _shifted(graph: OpGraph, structure: Structure, of_factor: dict[tuple[int, in
     return rolled, stages
 
 
-def _hint(names: list[str]) -> str:
+def _hint(names: list[str], stacked: bool) -> str:
     """Return the first name in `_HINTS` that more than half of the parameters' names suggest for their common dim.
 
     Without one it is `dim of` the first parameter; it is empty without parameters.
+
+    - `stacked`: True if the dim counts matrices of a parameter, as a dim of experts does. Features of an expert are
+      none.
     """
     for word, pattern in _HINTS:
-        if names and sum(bool(pattern.search(name)) for name in names) * 2 > len(names):
-            return word
+        if stacked or word != _EXPERTS:
+            if names and sum(bool(pattern.search(name)) for name in names) * 2 > len(names):
+                return word
     return f"dim of {names[0]}" if names else ""
 
 

@@ -15,6 +15,7 @@ from autoshard.program.torch_ops import (
     op_lowerings,
     pooling,
     recurrent,
+    saved_values,
     tensor_methods,
 )
 from autoshard.program.torch_ops.torchax_environment import environment
@@ -46,6 +47,12 @@ def lowered_environment() -> Any:
     env._ops[torch.nn.functional.batch_norm] = dataclasses.replace(
         counted_op, torch_op=torch.nn.functional.batch_norm, func=layer_lowerings.batch_norm, is_jax_function=False
     )
+    for name in saved_values.POINTWISE:
+        packet = getattr(torch.ops.aten, name)
+        for operation in (packet, packet.default):
+            if operation in env._ops:
+                pointwise = env._ops[operation]
+                env._ops[operation] = dataclasses.replace(pointwise, func=saved_values.from_inputs(pointwise.func))
     for average in (torch.ops.aten._adaptive_avg_pool2d, torch.ops.aten._adaptive_avg_pool3d):
         env._ops[average] = dataclasses.replace(
             env._ops[average], func=pooling.adaptive_avg_pool(env._ops[average].func)

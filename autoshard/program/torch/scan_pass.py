@@ -17,6 +17,7 @@ from autoshard.program.torch.repeated_layers import Block
 from autoshard.program.torch.stage_scan import run_in_stages
 from autoshard.program.torch.torch_remat import hooks_outside, mark_torch, marking
 from autoshard.program.torch_ops import views
+from autoshard.program.torch_ops.saved_values import saving_as_torch
 from autoshard.program.torch_ops.torch_gradients import is_constant, mark_constant
 
 
@@ -40,6 +41,8 @@ class LayerRemat:
     """Function from a layer's name to its policy."""
     found: dict[str, None]
     """Every value of a layer that a policy may name, recorded as layers are traced."""
+    trains: bool = False
+    """True if the layers have a backward pass."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,6 +133,8 @@ class BlockRun:
         self.block, self.weights, self.compared = block, weights, compared
         self.prepare, self.env = prepare, env
         self.policy, self.found = remat.of(block.layer(0)), remat.found
+        self.saves = remat.trains and self.policy.base == "none"
+        """True if the backward pass reads saved values."""
         self.layers = [module.get_submodule(block.layer(i % block.period, i // block.period)) for i in range(count)]
         self.forwards = [layer.__dict__.get("forward") for layer in self.layers]
         """The `forward` in each layer's own `__dict__`, as hooks of other libraries store it, or None."""
@@ -293,6 +298,7 @@ class BlockRun:
             own_forward(layer, self.forwards[index]),
             self.weights.cache.layer(cached, number) if cached else contextlib.nullcontext({}) as written,
             marking(layer, self.policy.names, self.found),
+            saving_as_torch(self.saves),
             hooks_outside(layer),
         ):
             places = self._places(call)

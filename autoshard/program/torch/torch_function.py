@@ -381,7 +381,7 @@ class TorchFunction:
             length = _sequence_length(args, kwargs)
             stack.enter_context(capacity(self.capacity_factor, self.notes, self.experts, self.imbalance, length))
             stack.enter_context(attention_kernel(self.attention, self.notes, self.exchange))
-            remat = LayerRemat(self._remat_of, self.savable)
+            remat = LayerRemat(self._remat_of, self.savable, self.frozen_apart)
             stack.enter_context(scanned(self.module, self.blocks, layers, prepare, remat, env, self.compared))
             stack.enter_context(checkpointed_lists(self.module, self.blocks, remat, env))
             stack.enter_context(watching(self.module))

@@ -12,6 +12,7 @@ from autoshard.program import model_flops
 from autoshard.program.kernels.dot_attention import attend
 from autoshard.program.remat_marks import mark
 from autoshard.program.torch_ops.op_lowerings import linear
+from autoshard.program.torch_ops.saved_values import from_inputs, marked
 from autoshard.program.torch_ops.torchax_environment import environment
 
 
@@ -248,14 +249,19 @@ def layer_norm(x: Any, normalized_shape: Any, weight: Any = None, bias: Any = No
     import jax.numpy as jnp
 
     dims = tuple(range(x.ndim - len(tuple(normalized_shape)), x.ndim))
-    wide = _exact(x)
-    centred = wide - wide.mean(dims, keepdims=True)
-    result = centred * jax.lax.rsqrt(jnp.mean(centred * centred, dims, keepdims=True) + eps)
-    if weight is not None:
-        result = result * weight.astype(wide.dtype)
-    if bias is not None:
-        result = result + bias.astype(wide.dtype)
-    return result.astype(x.dtype)
+
+    def normalised(x: Any) -> Any:
+        """Return the norm of `x`."""
+        wide = _exact(x)
+        centred = wide - marked(wide.mean(dims, keepdims=True))
+        result = centred * marked(jax.lax.rsqrt(jnp.mean(centred * centred, dims, keepdims=True) + eps))
+        if weight is not None:
+            result = result * weight.astype(wide.dtype)
+        if bias is not None:
+            result = result + bias.astype(wide.dtype)
+        return result.astype(x.dtype)
+
+    return from_inputs(normalised)(x)
 
 
 def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
@@ -267,12 +273,17 @@ def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | Non
     import jax.numpy as jnp
 
     dims = tuple(range(x.ndim - len(tuple(normalized_shape)), x.ndim))
-    wide = _exact(x)
     small = float(jnp.finfo(x.dtype).eps) if eps is None else eps
-    result = wide * jax.lax.rsqrt(jnp.mean(wide * wide, dims, keepdims=True) + small)
-    if weight is not None:
-        result = result * weight.astype(wide.dtype)
-    return result.astype(x.dtype)
+
+    def normalised(x: Any) -> Any:
+        """Return the norm of `x`."""
+        wide = _exact(x)
+        result = wide * marked(jax.lax.rsqrt(jnp.mean(wide * wide, dims, keepdims=True) + small))
+        if weight is not None:
+            result = result * weight.astype(wide.dtype)
+        return result.astype(x.dtype)
+
+    return from_inputs(normalised)(x)
 
 
 def batch_norm(

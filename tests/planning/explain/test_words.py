@@ -1,9 +1,12 @@
 """A plan in words."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+import autoshard
 from autoshard.planning.explain.write_plan import describe
 from autoshard.planning.space.decision_model import Model
 from autoshard.program import Role
@@ -80,3 +83,22 @@ def test_dims_without_a_name_are_called_after_a_parameter() -> None:
     groups = made.groups(made.model("mixed"))
     assert {"batch", "vocabulary"} & set(groups.names.values())
     assert any(name.startswith("dim of params.") for name in groups.names.values())
+
+
+def test_features_of_one_expert_are_not_called_experts() -> None:
+    def names(shapes: dict[str, tuple[int, ...]], equation: str) -> set[str]:
+        """Return the names of the dims of a step in which `equation` applies the first parameter to a batch [B, H]."""
+
+        def step(params: dict[str, jax.Array], x: jax.Array) -> dict[str, jax.Array]:
+            def loss(params: dict[str, jax.Array]) -> jax.Array:
+                return sum((jnp.einsum(equation, x, each) ** 2).sum() for each in params.values())
+
+            return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+        params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+        program = autoshard.trace(step, (params, jax.ShapeDtypeStruct((8, 16), jnp.float32)))
+        return set(made.groups(made.model_of(program, "cpu:8", "data=4,model=2")).names.values())
+
+    assert "experts" in names({"experts_in": (4, 16, 32)}, "bh,ehf->bef")
+    listed = names({"experts.0.weight": (16, 32), "experts.1.weight": (16, 32)}, "bh,hf->bf")
+    assert "experts" not in listed and any(name.startswith("dim of params.experts.0") for name in listed)
