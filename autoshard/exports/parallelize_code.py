@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from autoshard.errors import FormError
 from autoshard.exports.export_text import head, table, unpinned
 from autoshard.exports.form_writers import writes
-from autoshard.exports.parallel_styles import COLUMNS_LAST, GATHERED, read_styles, sizes
+from autoshard.exports.parallel_styles import COLUMNS_LAST, GATHERED, check_axes, read_styles, sizes
 from autoshard.exports.transformers_styles import read_transformers
 from autoshard.planning import Plan
 from autoshard.program import Program
@@ -161,6 +161,7 @@ def transformers_text(plan: Plan, sentence: str, program: Program | None) -> str
     Raises: UserError as `read_transformers` does, and if no axis splits modules.
     """
     styles = read_transformers(plan, program)
+    check_axes(plan, "transformers")
     if styles.gathers and styles.tensor == 1:
         lacks = unpinned(plan, "every process computes its part of the batch", local_batch=True)
     else:
@@ -213,6 +214,7 @@ def torchtitan_text(plan: Plan, sentence: str, program: Program | None) -> str:
         lacks = unpinned(plan, "every process computes its part of the batch", local_batch=True)
     if data:
         lacks = (*lacks, "the dims by which the batch's devices split parameters: FSDP splits the first dim of each.")
+    check_axes(plan, "torchtitan")
     nn = ", ".join(["ModuleList"] * data + ["Parameter"] * tensor)
     what = (["a model's layers over `tp`"] if tensor else []) + (["every block over `fsdp`"] if data else [])
     return head(plan, lacks, sentence) + _TORCHTITAN.format(

@@ -53,6 +53,8 @@ class Form:
     """True if at most one axis splits a dim, and the same axis splits the first dim of all inputs."""
     gathers: bool = False
     """True if split parameters are gathered before use, while each process computes its part of the batch."""
+    tensor: bool = True
+    """False if the form splits the batch and gathered parameters alone, so every axis splits both."""
 
 
 FORMS = {
@@ -86,6 +88,16 @@ FORMS = {
             state=False,
             layers=False,
             gathers=True,
+        ),
+        Form(
+            "accelerate",
+            "Hugging Face Accelerate's FSDP2",
+            Rest.DTENSOR,
+            reads_program=True,
+            state=False,
+            layers=False,
+            gathers=True,
+            tensor=False,
         ),
         Form("hlo", "tools that read HLO shardings", Rest.XLA),
         Form(FORM_BY_STAGE, "torch.distributed.pipelining", Rest.STAGES, state=False, layers=False),
