@@ -5,7 +5,7 @@ import math
 from autoshard.errors import FormError
 from autoshard.exports.export_text import head, table, unpinned
 from autoshard.exports.form_writers import writes
-from autoshard.exports.parallel_styles import batch_and_tensor_axes, split_by, split_together
+from autoshard.exports.parallel_styles import batch_and_tensor_axes, check_axes, split_by, split_together
 from autoshard.exports.torch_code import plan_inputs, plan_parameters
 from autoshard.exports.torch_recipe import mixed_code, recipe_lacks, recompute_code
 from autoshard.exports.whole_calls import WHOLE_CALLS, WHOLE_IMPORTS, WHOLE_SENTENCE
@@ -82,17 +82,21 @@ def local_inputs(mesh, **inputs):
 
 
 def _input_dim(plan: Plan, name: str, spec: Spec, data: list[str]) -> int | None:
-    """Return the dim of an input of which each process receives a part: the first of the batch's arguments.
+    """Return the dim of an input of which each process receives a part: the one that the plan splits over the batch's
+    axes, else the first of the batch's arguments.
 
     Raises: UserError if the processes do not divide it.
     """
     shape = plan.shapes.get(f"batch.{name}", plan.shapes.get(name, ()))
+    dim = split_by(spec, data)
     if not plan.batch_axes or not shape or plan.roles.get(f"batch.{name}") != "batch":
-        return split_by(spec, data)
-    parts = math.prod(plan.mesh[axis] for axis in data)
-    if shape[0] % parts:
-        raise FormError(f"FSDP2 gives each of {parts} processes a part of {name}, whose {shape[0]} rows do not divide.")
-    return 0
+        return dim
+    dim, parts = dim or 0, math.prod(plan.mesh[axis] for axis in data)
+    if shape[dim] % parts:
+        raise FormError(
+            f"FSDP2 gives each of {parts} processes a part of {name}, whose {shape[dim]} rows do not divide."
+        )
+    return dim
 
 
 @writes("fsdp2")
@@ -109,12 +113,7 @@ def fsdp2_text(plan: Plan, sentence: str) -> str:
     data, tensor = batch_and_tensor_axes(plan)
     if not data:
         raise FormError("FSDP2 splits parameters over the devices that share a batch, and the plan splits no batch.")
-    unused = [axis for axis in plan.mesh if axis not in (*data, *tensor) and plan.mesh[axis] > 1]
-    if unused:
-        raise FormError(
-            f"in FSDP2 the devices along {' and '.join(unused)} would all do the same: the plan splits neither the "
-            "batch nor parameters over them."
-        )
+    check_axes(plan, "fsdp2")
     sizes = [math.prod(plan.mesh[axis] for axis in axes) for axes in (data, tensor)]
     rows, unlike, whole = {}, [], []
     for name, spec in specs.items():

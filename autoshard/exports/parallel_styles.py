@@ -227,17 +227,28 @@ def sizes(plan: Plan) -> tuple[int, int]:
 def batch_and_tensor_axes(plan: Plan) -> tuple[list[str], list[str]]:
     """Return the axes that split the batch, and the other axes that split a parameter, both in mesh order.
 
-    The first axes are the plan's `batch_axes`, and those of the first split dim of any batch argument. Inputs of other
-    roles count if there is no batch argument.
+    The first axes are the plan's `batch_axes`, and those of the first dim of any batch argument. Inputs of other roles
+    count if there is no batch argument. An axis that splits sequences alone is in neither list.
     """
     inputs = plan_inputs(plan)
     # Buffers of a module on the meta device are inputs too.
     batch = {name: spec for name, spec in inputs.items() if plan.roles.get(f"batch.{name}") == "batch"} or inputs
-    first = {axis for spec in batch.values() for axis in next(filter(None, spec.dims), ())} | set(plan.batch_axes)
+    first = set(plan.batch_axes) | {axis for spec in batch.values() for axis in (spec.dims or ((),))[0]}
     specs, _ = plan_parameters(plan)
     used = {axis for spec in specs.values() for axis in spec.axes}
     data = [axis for axis in plan.mesh if axis in first]
     return data, [axis for axis in plan.mesh if axis in used and axis not in first]
+
+
+def check_axes(plan: Plan, form: str) -> None:
+    """Raise `FormError` if a mesh axis splits neither the batch nor a parameter: its devices would all do the same."""
+    data, tensor = batch_and_tensor_axes(plan)
+    unused = [axis for axis in plan.mesh if axis not in (*data, *tensor) and plan.mesh[axis] > 1]
+    if unused:
+        raise FormError(
+            f"in the {form} form the devices along {' and '.join(unused)} would all do the same: the plan splits "
+            "neither the batch nor parameters over them."
+        )
 
 
 def split_by(spec: Spec, axes: list[str]) -> int | None:

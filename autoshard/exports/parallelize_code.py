@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from autoshard.errors import FormError
 from autoshard.exports.export_text import head, table, unpinned
 from autoshard.exports.form_writers import writes
-from autoshard.exports.parallel_styles import COLUMNS_LAST, GATHERED, read_styles, sizes
+from autoshard.exports.parallel_styles import COLUMNS_LAST, GATHERED, check_axes, read_styles, sizes
 from autoshard.exports.torch_recipe import mixed_code, recipe_lacks, recompute_code
 from autoshard.exports.transformers_styles import read_transformers
 from autoshard.planning import Plan
@@ -162,6 +162,7 @@ def transformers_text(plan: Plan, sentence: str, program: Program | None) -> str
     Raises: UserError as `read_transformers` does, and if no axis splits modules.
     """
     styles = read_transformers(plan, program)
+    check_axes(plan, "transformers")
     if styles.gathers and styles.tensor == 1:
         lacks = unpinned(plan, "every process computes its part of the batch", local_batch=True)
     else:
@@ -215,6 +216,7 @@ def torchtitan_text(plan: Plan, sentence: str, program: Program | None) -> str:
         lacks = unpinned(plan, "every process computes its part of the batch", local_batch=True)
     if data:
         lacks = (*lacks, "the dims by which the batch's devices split parameters: FSDP splits the first dim of each.")
+    check_axes(plan, "torchtitan")
     recompute, mixed = recompute_code(plan), mixed_code(plan) if data else ""
     lacks = (*lacks, *recipe_lacks(plan, emitted=data))
     nn = ", ".join(["ModuleList"] * (data or bool(recompute)) + ["Parameter"] * tensor)

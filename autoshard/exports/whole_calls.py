@@ -23,6 +23,8 @@ class WholeCalls(TorchFunctionMode):
     SELECTIONS = ("topk", "sort", "max", "min", "median", "kthvalue", "mode", "cummax", "cummin")
     # A gradient that is split unlike the result of a view may have no view back.
     VIEWS = ("view", "reshape", "flatten", "unflatten")
+    # DTensor would carry parts of sums through the ops after these, and sum each of their results.
+    SUMS = ("linear", "matmul", "bmm", "embedding")
 
     def __init__(self, model):
         super().__init__()
@@ -54,18 +56,23 @@ class WholeCalls(TorchFunctionMode):
             )
         if name == "__setitem__" or name.endswith("_") and not name.endswith("__"):
             target = args[0]
+        if name == "cat":  # a cache joins values to a plain tensor without elements, which DTensor would split
+            args = ([value for value in args[0] if value.shape != (0,)], *args[1:])
         if name not in self.SELECTIONS and (mesh.ndim == 1 or function not in self.ALWAYS):
             try:
                 result = function(*args, **kwargs)
-                if function is torch.nn.functional.embedding:  # its mask of rows elsewhere serves one sum only
-                    places = [Replicate() if place.is_partial() else place for place in result.placements]
-                    return result.redistribute(placements=places)
-                if name in self.VIEWS and result.requires_grad:
+                parts = name in self.SUMS and any(place.is_partial() for place in result.placements)
+                if parts:
+                    result = result.redistribute(placements=summed(result.placements))
+                # Back through that sum, DTensor takes parts of a gradient for the whole of it.
+                if (parts or name in self.VIEWS) and result.requires_grad:
                     result.register_hook(placed(result.placements))
                 return result
             except (AssertionError, NotImplementedError, RuntimeError):
                 if kwargs.get("inplace") or "out" in kwargs:
                     raise  # the write would be lost
+        if name == "scaled_dot_product_attention" and len(args) == 3 and kwargs.get("attn_mask") is None:
+            whole = parts_of_attention(args[0], args[1])  # DTensor splits it on GPUs only
         args, kwargs = tree_map_only(
             DTensor, lambda v: v.redistribute(placements=whole).to_local(grad_placements=whole), (args, kwargs)
         )
@@ -77,10 +84,28 @@ class WholeCalls(TorchFunctionMode):
         return tree_map_only(torch.Tensor, lambda v: DTensor.from_local(v, mesh, whole, run_check=False), result)
 
 
+def summed(placements):
+    """The placements once parts of sums are added up."""
+    return [Replicate() if place.is_partial() else place for place in placements]
+
+
+def parts_of_attention(query, key):
+    """The placements of queries by sequences and heads, where these divide the heads of keys as well."""
+    mesh, places, parts = query.device_mesh, [], [1, 1]
+    for axis, place in enumerate(query.placements):
+        dim = place.dim if place.is_shard() and place.dim < 2 else None
+        total = parts[dim] * mesh.size(axis) if dim is not None else 1
+        if dim is None or query.shape[dim] % total or key.shape[dim] % total:
+            place = Replicate()
+        else:
+            parts[dim] = total
+        places.append(place)
+    return places
+
+
 def placed(placements):
     """A hook that splits a gradient so, with its parts summed."""
-    places = [Replicate() if place.is_partial() else place for place in placements]
-    return lambda grad: grad.redistribute(placements=places)
+    return lambda grad: grad.redistribute(placements=summed(placements))
 
 
 def place_gradients(model):

@@ -1,4 +1,4 @@
-"""Exports of plans for torch run on four processes over gloo, and compared with the module on one.
+"""Exports of plans for torch run on the plan's number of processes over gloo, and compared with the module on one.
 
 `python -m experiments.lib.exported_run ROWS.json` reads a list of rows, and prints one line of JSON for each. A row has
 a configuration's `fields`, a `plan` file, the `form` and the `code` file of the export. A step is loss, backward,
@@ -7,6 +7,7 @@ a configuration's `fields`, a `plan` file, the `form` and the `code` file of the
 
 import importlib
 import json
+import math
 import os
 import runpy
 import sys
@@ -20,7 +21,6 @@ from typing import Any
 from experiments.lib.dtensor_run import batch_of, build, in_forks, off
 
 
-PROCESSES = 4
 CLIP = 0.1
 """Norm to which gradients are clipped, below that of every model here."""
 
@@ -77,8 +77,32 @@ def counted(run: Callable[[], Any]) -> float:
     return total[0]
 
 
+def accelerated(file: str, model: Any) -> Any:
+    """Return the model as Accelerate prepares it under a configuration file, read as `accelerate launch` does."""
+    import torch
+    from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    given = launch_command_parser().parse_args(["--config_file", file, "step.py"])
+    launched = prepare_multi_gpu_env(_validate_launch_command(given)[0])
+    os.environ |= {key: value for key, value in launched.items() if key.startswith(("FSDP", "ACCELERATE"))}
+    accelerator = Accelerator(cpu=True)
+    # Accelerate turns FSDP on for accelerators alone.
+    accelerator.state.distributed_type, accelerator.state.fsdp_plugin = (
+        DistributedType.FSDP,
+        FullyShardedDataParallelPlugin(),
+    )
+    return accelerator.prepare(model, torch.optim.AdamW(model.parameters()))[0]
+
+
 def prepared(row: dict[str, Any], model: Any, batch: dict[str, Any]) -> tuple[Any, dict[str, Any], int]:
     """Return the model and this process's batch under an export's code, and the number of parts of the batch."""
+    if row["form"] == "accelerate":
+        import torch.distributed as dist
+
+        parts, own = dist.get_world_size(), dist.get_rank()
+        return accelerated(row["code"], model), {name: value.chunk(parts)[own] for name, value in batch.items()}, parts
     code = runpy.run_path(row["code"])
     if row["form"] == "transformers":
         with tempfile.TemporaryDirectory() as folder:
@@ -163,7 +187,7 @@ def run_row(row: dict[str, Any]) -> dict[str, Any]:
     found_loss, found_norm, found = step_of(model, own, optimizer, row["form"] == "transformers")
     if parts > 1:
         dist.all_reduce(found_loss)
-        found_loss /= PROCESSES
+        found_loss /= dist.get_world_size()
     state = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.state_dict().items()}
     wanted = alone.state_dict()
     top = max(float(each.abs().max()) for each in gradients.values())
@@ -190,13 +214,13 @@ def step_of_update(model: Any, batch: dict[str, Any], optimizer: Any) -> None:
     optimizer.step()
 
 
-def work(rank: int, port: str, rows: list[dict[str, Any]]) -> None:
-    """Run all rows in one process; the first process prints the worst value of all processes."""
+def work(rank: int, size: int, port: str, rows: list[dict[str, Any]]) -> None:
+    """Run all rows in one process of `size`; the first process prints the worst value of all processes."""
     import torch
     import torch.distributed as dist
 
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(PROCESSES)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(PROCESSES), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
@@ -207,7 +231,7 @@ def work(rank: int, port: str, rows: list[dict[str, Any]]) -> None:
         except Exception as error:
             traceback.print_exc()
             figures = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-        every: list[Any] = [None] * PROCESSES
+        every: list[Any] = [None] * size
         dist.all_gather_object(every, figures)
         if rank == 0:
             errors = [each["error"] for each in every if "error" in each]
@@ -221,10 +245,13 @@ def main() -> None:
     import transformers
     import transformers.models.auto.configuration_auto
 
+    import autoshard
+
     for row in rows:
         getattr(transformers, row["fields"]["architectures"][0])  # imported once, before the fork
     port = str(20000 + os.getpid() % 20000)
-    in_forks(PROCESSES, lambda rank: work(rank, port, rows))
+    size = math.prod(autoshard.load(rows[0]["plan"]).mesh.values())
+    in_forks(size, lambda rank: work(rank, size, port, rows))
 
 
 if __name__ == "__main__":

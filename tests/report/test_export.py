@@ -364,7 +364,7 @@ def test_maxtext_says_what_it_cannot_place(plan: Plan):
     assert "remat_policy" not in recomputing(plan, "half of it"), "a choice of the program's own"
 
 
-OF_MODULES = ("torch-pipelining", "transformers", "torchtitan", "haliax")
+OF_MODULES = ("torch-pipelining", "transformers", "torchtitan", "accelerate", "haliax")
 """Forms of plans that need a torch module or names of dims; they have tests of their own."""
 OF_ANY = [name for name, form in FORMS.items() if form.text and name not in OF_MODULES]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from autoshard import UserError
+from autoshard.errors import FormError
 from autoshard.exports import export_plan
 from autoshard.planning import ParameterUse, Plan, Spec, stack_names
 
@@ -226,6 +227,17 @@ def test_fsdp_without_tensor_parallelism_splits_no_module(plan: Plan) -> None:
         export_plan(made, "transformers", force=True)
     text = export_plan(made, "torchtitan", force=True)
     assert "MESH = {'fsdp': 8}" in text and "fully_shard(module" in text and "parallelize_module" not in text
+
+
+@pytest.mark.parametrize("form", ["transformers", "torchtitan", "fsdp2", "accelerate"])
+def test_an_axis_that_splits_one_sequence_is_none_of_the_batch(plan: Plan, form: str) -> None:
+    """Each process of FSDP would compute its part of the sequence as if it were a sequence."""
+    made = llama_plan(plan, {"data": 2, "model": 2}, SPLIT)
+    one = {name: (1, 8) if name.startswith("batch") else shape for name, shape in made.shapes.items()}
+    arguments = {**made.arguments, "batch.input_ids": Spec(((), ("data",)))}
+    sequence = dataclasses.replace(made, arguments=arguments, shapes=one, axis_roles={})
+    with pytest.raises(FormError, match="along data would all do the same|the plan splits no batch"):
+        export_plan(sequence, form, force=True)
 
 
 @pytest.mark.parametrize("form", ["transformers", "torchtitan"])

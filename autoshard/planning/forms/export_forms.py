@@ -55,6 +55,8 @@ class Form:
     """True if split parameters are gathered before use, while each process computes its part of the batch."""
     replicates: bool = False
     """True if a form that gathers leaves parameters whole where a plan splits none over the batch's axes."""
+    tensor: bool = True
+    """False if the form splits the batch and gathered parameters alone, so every axis splits both."""
 
 
 FORMS = {
@@ -89,6 +91,16 @@ FORMS = {
             state=False,
             layers=False,
             gathers=True,
+        ),
+        Form(
+            "accelerate",
+            "Hugging Face Accelerate's FSDP2",
+            Rest.DTENSOR,
+            reads_program=True,
+            state=False,
+            layers=False,
+            gathers=True,
+            tensor=False,
         ),
         Form("hlo", "tools that read HLO shardings", Rest.XLA),
         Form(FORM_BY_STAGE, "torch.distributed.pipelining", Rest.STAGES, state=False, layers=False),

@@ -148,8 +148,8 @@ def plan_within(
     else:
         search = _FormSearch(form, model, groups, required, limits, progress)
         gathered = search.gathered(found, groups) if form.gathers else None
-        several = len(wide_axes(model, range(len(model.axis_sizes)))) > 1
-        best = search.run(found) if gathered is None or several else None
+        several = form.tensor and len(wide_axes(model, range(len(model.axis_sizes)))) > 1
+        best = search.run(found) if several or (gathered is None and form.tensor) else None
         best, origin = min((each for each in (gathered, best) if each is not None), key=_rank, default=None), {}
     if best is None or not best.fits:
         least = "" if best is None else f": the least found is {format_bytes(best.outcome.peak_bytes)}"
