@@ -66,7 +66,9 @@ def eager(module: str, name: str) -> Numbers:
 
 
 def run_mode(mode: str, module: str, *names: str, **environment: str) -> dict[str, dict[str, Any]]:
-    """Run cases in one process in `spmd` or `auto` mode; return numbers, compilations and warnings by name."""
+    """Run cases in one process in `spmd` or `auto` mode. Return numbers, warnings and counts of compilations,
+    executions and reads by name.
+    """
     here = {"XLA_AUTO_SPMD_MESH": "4,2"} | environment
     return run_module("torch_xla_modes", (mode, module), names, **here)
 
@@ -89,6 +91,15 @@ def worst(numbers: Numbers, expected: Numbers) -> tuple[float, str]:
     return max(differences)
 
 
+def check_costs(planned: Mapping[str, Any], unplanned: Mapping[str, Any]) -> None:
+    """Assert that a planned run executes and reads no more than an unplanned one, and compiles one program more for
+    each plan at most.
+    """
+    assert planned["executions"] <= unplanned["executions"]
+    assert planned["reads"] <= unplanned["reads"]
+    assert planned["compiles"] <= unplanned["compiles"] + planned["plans"]
+
+
 def _case(module: str, name: str) -> Case:
     return importlib.import_module(f"tests.exec.torch_xla_hook.{module}").CASES[name]
 
@@ -109,12 +120,14 @@ def _run_here(mode: str, module: str, name: str) -> dict[str, Any]:
         "numbers": script.numbers,
         "compiles": after["CompileTime"] - before["CompileTime"],
         "executions": after["ExecuteReplicatedTime"] - before["ExecuteReplicatedTime"],
+        "reads": after["TransferFromDeviceTime"] - before["TransferFromDeviceTime"],
         "warned": [str(each.message) for each in caught if "autoshard" in str(each.message)],
     }
 
 
 def _counts(metrics: Any) -> Mapping[str, int]:
-    return {name: (metrics.metric_data(name) or (0,))[0] for name in ("CompileTime", "ExecuteReplicatedTime")}
+    names = ("CompileTime", "ExecuteReplicatedTime", "TransferFromDeviceTime")
+    return {name: (metrics.metric_data(name) or (0,))[0] for name in names}
 
 
 def main() -> None:
