@@ -26,13 +26,14 @@ from autoshard.mlir.index_ops import guard_indexing as guard_indexing
 from autoshard.mlir.index_ops import indexed_sizes as indexed_sizes
 from autoshard.mlir.inline import inline_calls as inline_calls
 from autoshard.mlir.inline import replace_body as replace_body
-from autoshard.mlir.inline import tuple_calls as tuple_calls
+from autoshard.mlir.inline import untuple_calls as untuple_calls
 from autoshard.mlir.manual_regions import RegionLike as RegionLike
 from autoshard.mlir.manual_regions import insert_regions as insert_regions
 from autoshard.mlir.manual_regions import regions_of as regions_of
 from autoshard.mlir.manual_regions import shift_pairs as shift_pairs
 from autoshard.mlir.module import code_line as code_line
 from autoshard.mlir.module import compared as compared
+from autoshard.mlir.module import has_dynamic_shapes as has_dynamic_shapes
 from autoshard.mlir.module import is_combined_by_collectives as is_combined_by_collectives
 from autoshard.mlir.module import location_name as location_name
 from autoshard.mlir.module import main_block as main_block

@@ -170,13 +170,41 @@ def replace_body(module: Any, donor: bytes | str) -> Any:
     return module
 
 
-def tuple_calls(module: Any) -> list[str]:
-    """Return the targets of custom calls whose result is a tuple, such as factorisations of LAPACK, sorted."""
+def untuple_calls(module: Any) -> list[str]:
+    """Give custom calls whose result is a tuple, such as factorisations, one result for each element (in place).
+
+    Returns the targets of the calls that stay as they are, sorted. The whole tuple of such a call is used, or an
+    element is itself a tuple.
+    """
     from jaxlib.mlir import ir
 
-    calls = collect(module.operation, {"stablehlo.custom_call"})
-    tupled = [op for op in calls if any(isinstance(result.type, ir.TupleType) for result in op.results)]
-    return sorted({target_name(op) for op in tupled})
+    stay = set()
+    for op in collect(module.operation, {"stablehlo.custom_call"}):
+        kind = op.results[0].type if len(op.results) == 1 else None
+        if kind is None or not isinstance(kind, ir.TupleType):
+            continue
+        tuple_type = ir.TupleType(kind)
+        types = [tuple_type.get_type(number) for number in range(tuple_type.num_types)]
+        readers = [use.owner for use in op.results[0].uses]
+        nested = any(isinstance(each, ir.TupleType) for each in types)
+        if nested or any(reader.name != "stablehlo.get_tuple_element" for reader in readers):
+            stay.add(target_name(op))
+            continue
+        with module.context, op.location:
+            # `xla_shape` is the tuple's shape.
+            attributes = {name: value for name, value in _attributes(op).items() if name != "xla_shape"}
+            new = ir.Operation.create(op.name, types, list(op.operands), attributes, ip=ir.InsertionPoint(op))
+        for reader in readers:
+            number = ir.IntegerAttr(reader.attributes["index"]).value
+            reader.results[0].replace_all_uses_with(new.results[number])
+            reader.erase()
+        op.erase()
+    return sorted(stay)
+
+
+def _attributes(op: Any) -> dict[str, Any]:
+    """Return the attributes of an op by name."""
+    return {named.name: named.attr for named in (op.attributes[number] for number in range(len(op.attributes)))}
 
 
 def fold_tuples(root: Any) -> None:

@@ -52,6 +52,15 @@ def main_function(module: Any) -> Any:
     raise UserError("the module has no function named main: give a StableHLO module with a public @main.")
 
 
+def has_dynamic_shapes(module: Any) -> bool:
+    """Return True if an op of `@main` has a result whose shape is not static, such as one with bounds."""
+    from jaxlib.mlir import ir
+
+    results = (result for view in main_block(module).operations for result in view.operation.results)
+    ranked = (result.type for result in results if isinstance(result.type, ir.RankedTensorType))
+    return any(not ir.RankedTensorType(kind).has_static_shape for kind in ranked)
+
+
 def main_block(module: Any) -> Any:
     """Return the block of `@main`. Raises `UserError` if there is none."""
     return main_function(module).operation.regions[0].blocks[0]

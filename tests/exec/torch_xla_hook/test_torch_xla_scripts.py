@@ -35,15 +35,16 @@ def test_layers_that_are_scanned_are_planned(found: dict[str, Any]):
     assert row["difference"] < 1e-5 and any(row["split"]) and row["compiles"] == 2
 
 
-def test_what_fails_in_the_watcher_is_reported_once_and_ends_it(found: dict[str, Any]):
+def test_what_fails_in_the_watcher_costs_its_steps_and_ends_it_after_three(found: dict[str, Any]):
     row = found["failing_watch"]
     assert max(row["differences"]) < 1e-5
     assert row["armed"] == [False] * 4 and row["plans"] == [0, 0, 0, 1]
-    for said in row["said"]:
-        assert said == [
-            "autoshard: auto-sharding is off from here on, since watching this script failed: RuntimeError: there is "
-            "no telling"
-        ]
+    cause = "since watching this script failed: RuntimeError: there is no telling"
+    first, last = (
+        f"autoshard: {what}, {cause}" for what in ("this step runs as it is", "auto-sharding is off from here on")
+    )
+    assert row["said"] == [[first, last]] * 3 + [[first]]
+    assert row["current"][:3] == [None] * 3 and row["current"][3] is not None  # one failed step, then its plan again
 
 
 def test_a_planned_model_is_copied_saved_and_averaged(found: dict[str, Any]):

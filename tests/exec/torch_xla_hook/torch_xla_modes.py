@@ -61,20 +61,30 @@ def eager(module: str, name: str) -> Numbers:
     """Return the numbers of a case in eager torch on the host."""
     script = Script("cpu")
     torch.manual_seed(0)
-    _case(module, name)(script)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the tensors are small
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # PyTorch's own, about hooks and layouts
+            _case(module, name)(script)
+    finally:
+        torch.set_num_threads(threads)
     return script.numbers
 
 
 def run_mode(mode: str, module: str, *names: str, **environment: str) -> dict[str, dict[str, Any]]:
-    """Run cases in one process in `spmd` or `auto` mode; return numbers, compilations and warnings by name."""
+    """Run cases in one process in `spmd` or `auto` mode. Return numbers, warnings and counts of compilations,
+    executions and reads by name.
+    """
     here = {"XLA_AUTO_SPMD_MESH": "4,2"} | environment
     return run_module("torch_xla_modes", (mode, module), names, **here)
 
 
-def worst(numbers: Numbers, expected: Numbers) -> tuple[float, str]:
+def worst(numbers: Numbers, expected: Numbers, least: float = 1e-6) -> tuple[float, str]:
     """Return the largest difference, as a part of the largest value of its tensor, and the name of that tensor.
 
-    Numbers of another name, shape or dtype, and infinities where none are expected, differ by infinity.
+    A tensor whose values are all smaller than `least` counts as one of that size: its sums cancel to rounding. Numbers
+    of another name, shape or dtype, and infinities where none are expected, differ by infinity.
     """
     differences = [(0.0, "")]
     if len(numbers) != len(expected):
@@ -84,9 +94,18 @@ def worst(numbers: Numbers, expected: Numbers) -> tuple[float, str]:
             return float("inf"), f"{name} {form} for {other} {other_form}"
         one, two = torch.tensor(values, dtype=torch.float64), torch.tensor(right, dtype=torch.float64)
         if one.numel() and not torch.equal(one, two):
-            off = float((one - two).abs().max() / two.abs().max().clamp(min=1e-6))
+            off = float((one - two).abs().max() / two.abs().max().clamp(min=least))
             differences.append((off if off < float("inf") else float("inf"), name))
     return max(differences)
+
+
+def check_costs(planned: Mapping[str, Any], unplanned: Mapping[str, Any]) -> None:
+    """Assert that a planned run executes and reads no more than an unplanned one, and compiles one program more for
+    each plan at most.
+    """
+    assert planned["executions"] <= unplanned["executions"]
+    assert planned["reads"] <= unplanned["reads"]
+    assert planned["compiles"] <= unplanned["compiles"] + planned["plans"]
 
 
 def _case(module: str, name: str) -> Case:
@@ -109,12 +128,14 @@ def _run_here(mode: str, module: str, name: str) -> dict[str, Any]:
         "numbers": script.numbers,
         "compiles": after["CompileTime"] - before["CompileTime"],
         "executions": after["ExecuteReplicatedTime"] - before["ExecuteReplicatedTime"],
+        "reads": after["TransferFromDeviceTime"] - before["TransferFromDeviceTime"],
         "warned": [str(each.message) for each in caught if "autoshard" in str(each.message)],
     }
 
 
 def _counts(metrics: Any) -> Mapping[str, int]:
-    return {name: (metrics.metric_data(name) or (0,))[0] for name in ("CompileTime", "ExecuteReplicatedTime")}
+    names = ("CompileTime", "ExecuteReplicatedTime", "TransferFromDeviceTime")
+    return {name: (metrics.metric_data(name) or (0,))[0] for name in names}
 
 
 def main() -> None:

@@ -441,7 +441,7 @@ def evaluating(case: Case) -> dict[str, Any]:
 
 @script
 def failing_watch() -> dict[str, Any]:
-    """Break the watcher, or a leftover of it: a single warning, and the script continues."""
+    """Break the watcher, or a leftover of it, for one to three steps: the script continues, and then its plan."""
     os.environ.pop("AUTOSHARD_STRICT", None)  # otherwise the watcher raises
     import torch_xla
 
@@ -450,7 +450,7 @@ def failing_watch() -> dict[str, Any]:
 
     session = on()
     planned = len(session.plans)
-    found: dict[str, Any] = {"said": [], "differences": [], "armed": [], "plans": []}
+    found: dict[str, Any] = {"said": [], "differences": [], "armed": [], "plans": [], "current": []}
 
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("there is no telling")
@@ -474,7 +474,9 @@ def failing_watch() -> dict[str, Any]:
         found["said"].append([str(w.message) for w in caught if "autoshard" in str(w.message)])
         found["armed"].append(session.armed)
         found["plans"].append(len(session.plans) - planned)
-        session.guard.failed = False
+        found["differences"].append(train(model, plain, 1, 64))
+        found["current"].append(session.applied.now.plan)
+        session.guard.failed, session.guard._failures = False, 0
     return found
 
 

@@ -75,16 +75,18 @@ def capture(
     which PyTorch/XLA retains the split of state that is updated in place. The program's notes count the dropped ones. A
     known tensor among the roots is state: its argument is tied to the result and donated.
 
-    Raises `UserError` if an op returns a tuple, and `RuntimeError` if this torch_xla orders the graph's inputs in
-    another way.
+    Raises `UserError` if an op returns a tuple that is used whole, or a value whose shape depends on data. Raises
+    `RuntimeError` if this torch_xla orders the graph's inputs in another way.
     """
 
     every = [*roots, *recorded]
     data = xlac()._get_tensors_xla_device_data_node(every)[1]
     source: bytes = xlac()._get_stablehlo(every, "", [], True)
     module = mlir.inline_calls(mlir.parse_module(source))
-    if tupled := mlir.tuple_calls(module):
+    if tupled := mlir.untuple_calls(module):
         raise UserError(f"the step calls {', '.join(tupled)}, whose results are a tuple: such a step cannot be planned")
+    if mlir.has_dynamic_shapes(module):
+        raise UserError("the step computes values whose shape depends on data: such a step cannot be planned")
     of_data = handles(data)
     named = [known.get(handle) for handle in of_data]
     full_shapes = {

@@ -1,5 +1,6 @@
 """The session of a script, from its first step to its planned steps, and its states."""
 
+import collections
 import contextlib
 import functools
 import itertools as it
@@ -59,6 +60,9 @@ _KNOWN_STEPS = 2
 """Number of consecutive planned steps after which watching ends. Modules moved until then are awaited by call hooks."""
 
 
+_TRIES = 2
+"""Number of steps of the same calls that are planned without success before such steps are left alone."""
+
 _ABSENT = object()
 """Mark of a tensor that a table does not have."""
 
@@ -86,8 +90,8 @@ class Session:
         """Modules that are not uploaded yet."""
         self.armed = False
         """True while a step is watched."""
-        self.failed = False
-        """True after a step could not be planned; only the first failure warns."""
+        self._said: set[str] = set()
+        """Warnings about steps that could not be planned; each is issued once."""
         self._watch: Watch | None = None
         self._reads = Reads(self.on_read)
         self._seen: dict[tuple[Any, ...], int | None] = {}
@@ -107,6 +111,10 @@ class Session:
         self._count = it.count()
         self._live: LiveMesh | None = None
         """The mesh of the last plan."""
+        self._watched_at_failure = False
+        """True if the hook failed while a step was watched."""
+        self._failures: collections.Counter[tuple[Any, ...]] = collections.Counter()
+        """Number of steps that could not be planned, by the signatures of their calls."""
         self._unsure: set[tuple[Any, ...]] = set()
         """Signatures that are planned as inference, though the script could still ask for gradients."""
         self._settled: set[tuple[Any, ...]] = set()
@@ -175,9 +183,16 @@ class Session:
         stand_in(self.applied.kinds)
 
     def _give_up(self) -> None:
-        """Stop all work on the script: split tensors stay split, and nothing else is done."""
+        """Stop all work on the step: split tensors stay split, and nothing else is done."""
         self.applied.now.plan = None
+        self._watched_at_failure = self.armed
         self.disarm()
+
+    def _recover(self) -> None:
+        """Watch the next step if the failed one was watched; planned calls find their plans again in any case."""
+        self.applied.now.pinned.clear()
+        if self._watched_at_failure:
+            self.arm()
 
     def await_module(self, module: Any) -> None:
         """Prepare to plan the first step of a module that has moved from the host to the device; watch from now on."""
@@ -227,10 +242,12 @@ class Session:
     def on_sync(self) -> None:
         """Plan the pending graph at a step boundary if it is watched and new; else mark the state.
 
-        A known step is skipped, and a step without modules is planned only if it has a matmul or a convolution. After a
-        failure of the hook nothing is done.
+        A known step is skipped, and a step without modules is planned only if it has a matmul or a convolution. In a
+        step with a failure of the hook nothing is done but to prepare for the next one.
         """
         if self.guard.failed:
+            if self.guard.recover():
+                self._recover()
             return
         roots: Sequence[Any] = ()
         watch = self._watch
@@ -360,10 +377,11 @@ class Session:
         """Plan the pending graph, and replace `roots` by the results of its planned run; watching ends.
 
         Return the tensors that this run computes: `roots`, and inputs that are split on the way. If planning failed,
-        warn the first time and return none; with `AUTOSHARD_STRICT` the error is raised. Errors in the user's mesh or
-        settings are always raised.
+        warn and return none, and try once more at the next such step; with `AUTOSHARD_STRICT` the error is raised.
+        Errors in the user's mesh or settings are always raised.
         """
         current, self._current = self._current, set()
+        before = dict(self._seen)
         self._seen |= dict.fromkeys(current)
         topology = topology_here()
         sizes = self.mesh or mesh_here()  # the user must correct errors in these
@@ -381,12 +399,14 @@ class Session:
         except Exception as error:  # the user's training continues after any error
             if is_strict():
                 raise
-            if not self.failed:
-                warnings.warn(
-                    f"autoshard: this step runs replicated, since it could not be planned: {error_text(error)}",
-                    stacklevel=3,
-                )
-            self.failed = True
+            sentence = f"autoshard: this step runs replicated, since it could not be planned: {error_text(error)}"
+            if sentence not in self._said:
+                warnings.warn(sentence, stacklevel=3)
+            self._said.add(sentence)
+            self._failures.update(current)
+            self._seen = {key: None for key in current if self._failures[key] >= _TRIES} | before
+            with self.guard:
+                self.applied.hook_calls(watch.outermost, self.on_call)
             return ()
         finally:
             self.disarm()

@@ -12,7 +12,7 @@ from autoshard.exec.torch_xla_hook.capture.lazy_graph import Capture
 from autoshard.exec.torch_xla_hook.pins.pin_hooks import CurrentPlan, ModulePins
 from autoshard.exec.torch_xla_hook.pins.pinned_values import Pins
 from autoshard.exec.torch_xla_hook.planning.capture_planning import Decision
-from autoshard.exec.torch_xla_hook.values.lazy_tensors import on_xla, pending
+from autoshard.exec.torch_xla_hook.values.lazy_tensors import is_whole, on_xla, pending
 from autoshard.exec.torch_xla_hook.values.live_marks import LiveMesh, is_split, mark, sharding_text
 from autoshard.exec.torch_xla_hook.values.module_hooks import CallHook, Guard
 from autoshard.planning import Plan, Spec
@@ -110,6 +110,10 @@ class LaterMarks:
             for _, _, tensor in optimizer_state(optimizer):
                 if id(tensor) in results and results[id(tensor)].dims:
                     self.keep(tensor, results[id(tensor)], mesh, capture.program.training)
+        for root, result in zip(capture.roots, capture.program.results, strict=True):
+            # A tensor that the step has made, such as a table of metrics, may be written in place later.
+            if result.argument is None and result.shape and root not in self.specs and is_whole(root):
+                self.keep(root, plan.results[result.name], mesh, False)
         pinned = pins.of(plan)
         for (place, shape), specs in pinned.items():
             module = watch.modules[place.module]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from autoshard.errors import UserError
 from autoshard.exec.torch_xla_hook.capture.lazy_graph import Capture
@@ -69,6 +69,9 @@ def decide(capture: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, 
         spec = mesh.read(text, len(shape))
         if spec is None:
             notes.append(f"your own mark on {name}, {text}, stays, but the mesh {mesh.sizes} cannot express it.")
+        elif not _divides(spec, shape, mesh):
+            written = spec_text(spec, shape)
+            notes.append(f"your own mark on {name}, {written}, stays, but the axes do not divide it.")
         else:
             pins[name] = spec
             notes.append(f"your own mark on {name}, {spec_text(spec, shape)}, stays.")
@@ -153,9 +156,16 @@ def _followed(capture: Capture, mesh: LiveMesh, fixed: Mapping[int, Spec]) -> di
     arguments, specs = capture.program.arguments, {}
     for number, text in capture.split.items():
         spec = mesh.read(text, len(arguments[number].shape))
-        if spec is not None and number not in capture.users and number not in fixed:
+        shape = arguments[number].shape
+        if spec is not None and _divides(spec, shape, mesh) and number not in capture.users and number not in fixed:
             specs[arguments[number].name] = spec
     return specs
+
+
+def _divides(spec: Spec, shape: Sequence[int], mesh: LiveMesh) -> bool:
+    """Return True if the axes of each dim of a spec divide the dim's size."""
+    parts = (math.prod(mesh.sizes[axis] for axis in axes) for axes in spec.dims)
+    return all(size % count == 0 for size, count in zip(shape, parts, strict=True))
 
 
 def splits(plan: Plan) -> bool:

@@ -1,6 +1,7 @@
 """Kernels of `aten` ops on the XLA device that replace PyTorch/XLA's, so that XLA sees ops that it can shard."""
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -138,9 +139,9 @@ def _spread(row: Any, value: Any) -> Any:
 
 @functools.cache
 def lower_to_slices() -> None:
-    """Replace PyTorch/XLA's kernels of unsafe split and constant pad by kernels that slice, until the process ends.
+    """Replace PyTorch/XLA's kernels of unsafe split, constant pad and masked scatter, until the process ends.
 
-    Later calls do nothing.
+    The new kernels slice, and give every value a shape that does not depend on data. Later calls do nothing.
     """
     import torch
 
@@ -150,6 +151,8 @@ def lower_to_slices() -> None:
         {
             "unsafe_split.Tensor": _split,
             "unsafe_split_with_sizes": _split_with_sizes,
+            "masked_scatter": _masked_scatter,
+            "masked_scatter_backward": _masked_scatter_backward,
             "constant_pad_nd": functools.partial(_pad, functools.partial(pad, keys)),
         }
     )
@@ -167,6 +170,43 @@ def _split_with_sizes(value: Any, sizes: Sequence[int], dim: int = 0) -> list[An
     import torch
 
     return list(torch.ops.aten.split_with_sizes_copy.default(value, sizes, dim))
+
+
+def _masked_scatter(value: Any, mask: Any, source: Any) -> Any:
+    """Replace the elements of `value` where `mask` is True by the elements of `source`, in order.
+
+    Each place looks up its element by the number of places before it. PyTorch/XLA scatters a list of places, whose
+    length depends on data: GSPMD cannot compile that if `value` is split.
+    """
+    import torch
+
+    aten = torch.ops.aten
+    shape = torch.broadcast_shapes(value.shape, mask.shape)
+    value, mask = aten.expand_copy.default(value, shape), aten.expand_copy.default(mask, shape)
+    chosen = aten.index_select.default(aten.view_copy.default(source, [-1]), 0, _order(mask, source.numel()))
+    return aten.where.self(mask, aten.view_copy.default(chosen, shape), value)
+
+
+def _masked_scatter_backward(gradient: Any, mask: Any, sizes: Sequence[int]) -> Any:
+    """Compute the gradient of the source of `_masked_scatter`, of shape `sizes`; elements that it did not use get 0."""
+    import torch
+
+    aten = torch.ops.aten
+    count = math.prod(sizes)
+    mask = aten.expand_copy.default(mask, gradient.shape)
+    used = aten.view_copy.default(aten.where.ScalarOther(mask, gradient, 0), [-1])
+    summed = torch.zeros(count, dtype=gradient.dtype, device=gradient.device)
+    summed = aten.index_add.default(summed, 0, _order(mask, count), used)
+    return aten.view_copy.default(summed, sizes)
+
+
+def _order(mask: Any, count: int) -> Any:
+    """Return, for each place of a mask in flat order, the number of True places before it, less than `count`."""
+    import torch
+
+    aten = torch.ops.aten
+    order = aten.cumsum.default(aten.view_copy.default(mask, [-1]).to(torch.int32), 0) - 1
+    return order.clamp(0, max(count - 1, 0))
 
 
 def _pad(pad: Any, value: Any, edges: Sequence[int], fill: Any = 0) -> Any:

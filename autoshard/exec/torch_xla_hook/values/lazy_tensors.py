@@ -91,9 +91,14 @@ def hold(tensor: Any, value: Any, shared: Container[int]) -> None:
 
     if storage_of(tensor) not in shared:
         become(tensor, value, shared)
-    elif is_functional(tensor) and tensor.nbytes == tensor.untyped_storage().nbytes():
+    elif is_functional(tensor) and is_whole(tensor):
         vars(torch)["_functionalize_replace"](tensor, _unwrapped(value))
         vars(torch)["_functionalize_commit_update"](tensor)
+
+
+def is_whole(tensor: Any) -> bool:
+    """Return True if a tensor has as many bytes as its storage; a view of a part has fewer."""
+    return tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def storage_of(tensor: Any) -> int:

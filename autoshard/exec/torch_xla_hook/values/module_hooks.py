@@ -28,16 +28,30 @@ def error_text(error: Exception) -> str:
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
 
+_STEPS_THAT_FAIL = 3
+"""Number of steps with an error of ours after which auto-sharding is off."""
+
+
 class Guard:
     """Context around our own work, never around the script's, that suppresses an unexpected error of ours.
 
-    The first such error warns and calls `give_up`; later ones pass silently. A `UserError` passes to the user, and so
-    do all errors if `AUTOSHARD_STRICT` is set, and exceptions such as KeyboardInterrupt.
+    The first such error of a step calls `give_up`, and the rest of the step runs without us; `recover` begins the next
+    step. After `_STEPS_THAT_FAIL` such steps nothing is done any more. The first and the last of these steps warn. A
+    `UserError` passes to the user, and so do all errors if `AUTOSHARD_STRICT` is set, and exceptions such as
+    KeyboardInterrupt.
     """
 
     def __init__(self, give_up: Callable[[], None]) -> None:
         self.failed = False
+        """True for the rest of a step with an error of ours."""
+        self._failures = 0
         self._give_up = give_up
+
+    def recover(self) -> bool:
+        """End a step; return True if it had an error, and the next one is to be watched again."""
+        again = self.failed and self._failures < _STEPS_THAT_FAIL
+        self.failed = self.failed and not again
+        return again
 
     def __enter__(self) -> None:
         pass
@@ -50,10 +64,14 @@ class Guard:
             return False
         if not self.failed:
             self.failed = True
-            warnings.warn(
-                f"autoshard: auto-sharding is off from here on, since watching this script failed: {error_text(error)}",
-                stacklevel=3,
+            self._failures += 1
+            ends = (
+                "auto-sharding is off from here on" if self._failures >= _STEPS_THAT_FAIL else "this step runs as it is"
             )
+            if self._failures in (1, _STEPS_THAT_FAIL):
+                warnings.warn(
+                    f"autoshard: {ends}, since watching this script failed: {error_text(error)}", stacklevel=3
+                )
             try:
                 self._give_up()
             except Exception as another:  # ending a partly started step may fail too
