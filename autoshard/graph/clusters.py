@@ -286,8 +286,9 @@ def _merge_op(
     - `asked`: shardings that the program requests, by tensor.
 
     Only pointwise ops, ops on layers, and reshapes and reductions of dims of size one merge. An operand stays separate
-    if the program requests its spec. A stored operand stays separate if a pointwise op mixes it with values that are
-    not stored. Heavy ops give an empty list. Each entry is (op, operand position, result position).
+    if the program requests its spec, unless the op slices a layer of it. A stored operand stays separate if a pointwise
+    op mixes it with values that are not stored. Heavy ops give an empty list. Each entry is (op, operand position,
+    result position).
     """
     if op.op_class is OpClass.HEAVY or op.rule is None:
         return []
@@ -305,7 +306,9 @@ def _merge_op(
         mergeable = op.op_class in (OpClass.POINTWISE, OpClass.LAYER) or _trivial_reshape(op, k, result, pairs, union)
         if k in of_store and mixed and op.op_class is OpClass.POINTWISE:
             mergeable = False
-        if tensor in asked or op.kind == "sharding_constraint":
+        # A layer is gathered after it is sliced: a slice with another spec than its stack would have the partitioner
+        # gather the whole stack in every trip.
+        if tensor in asked and op.op_class is not OpClass.LAYER or op.kind == "sharding_constraint":
             mergeable = False
         if not (mergeable and union.merge(out, tensor, pairs)):
             apart.append((op.id, k, result))

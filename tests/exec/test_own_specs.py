@@ -371,3 +371,40 @@ def test_constraints_are_lifted_where_the_user_asks_for_it(kind: str, tmp_path: 
 def test_lifting_leaves_a_program_without_constraints_as_it_is() -> None:
     program = trace(*constrained(None))
     assert lift_constraints(program) is program
+
+
+def accumulated_layers(params: Any, x: Any) -> Any:
+    """Return the new weights of a step over 2 microbatches, each a loop over 3 recomputed layers."""
+
+    def layer(x: Any, w: Any) -> Any:
+        return x + jnp.tanh(x @ w["up"]) @ w["down"], None
+
+    def loss(params: Any, x: Any) -> Any:
+        return (lax.scan(jax.checkpoint(layer, prevent_cse=False), x, params)[0] ** 2).mean()
+
+    def body(sums: Any, part: Any) -> Any:
+        return jax.tree.map(jnp.add, sums, jax.grad(loss)(params, part)), None
+
+    sums, _ = lax.scan(body, jax.tree.map(jnp.zeros_like, params), x.reshape(2, -1, x.shape[1]))
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, sums)
+
+
+def test_fixed_stacks_are_gathered_layer_by_layer():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    specs = {"params.up": P(None, None, "data"), "params.down": P(None, "data", None), "x": P("data", None)}
+
+    def shapes(up: Any = None, down: Any = None, x: Any = None) -> Any:
+        weights = {"up": f32(3, 256, 512, sharding=up), "down": f32(3, 512, 256, sharding=down)}
+        return weights, f32(8192, 256, sharding=x)
+
+    args = shapes(*(NamedSharding(mesh, spec) for spec in specs.values()))
+    fixed = autoshard.plan(trace(accumulated_layers, args), topology="cpu:8", mesh={"data": 8})
+    free = trace(accumulated_layers, shapes())
+    pinned = autoshard.plan(free, topology="cpu:8", mesh={"data": 8}, pins=specs)
+    assert fixed.prediction.step_time_s == pytest.approx(pinned.prediction.step_time_s)
+    assert fixed.prediction.peak_bytes == pinned.prediction.peak_bytes
+    counts = [c.count for c in fixed.prediction.collectives if c.cause.startswith("params")]
+    assert counts and all(count % (2 * 3) == 0 for count in counts), "once in each layer of each microbatch"
+    text = fixed.lower(accumulated_layers, *args).compile().as_text()
+    gathered = set(re.findall(r"= f32\[([\d,]*)\]\S* all-gather", text))
+    assert gathered and not any(shape.startswith("3,") for shape in gathered), "no stack is gathered"

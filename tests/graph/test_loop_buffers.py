@@ -193,6 +193,24 @@ def test_a_stack_that_loops_in_a_loop_take_apart_is_copied_for_them_if_it_is_wri
     assert copies(rules=TPU) == copies(updates={stack: result}) == []
 
 
+def test_a_narrowed_stack_has_one_narrow_copy_for_loops_in_a_loop() -> None:
+    """Compilers for v6e keep the narrow copy alone: no copy of the wide stack is in the entry of such a program."""
+
+    def fn(stack: Any, parts: Any) -> Any:
+        def layers(x: Any) -> Any:
+            return lax.scan(lambda c, w: (jnp.tanh(c @ w.astype(jnp.bfloat16)), None), x, stack)[0].sum()
+
+        total = lax.scan(lambda t, x: (t + layers(x), None), jnp.zeros((), jnp.bfloat16), parts)[0]
+        return stack - total
+
+    graph = graph_of(fn, f32(4, 8, 8), jax.ShapeDtypeStruct((3, 16, 8), jnp.bfloat16))
+    stack, (result,) = graph.arguments[0], graph.results
+    outer = next(loop for loop in graph.loops if loop.parent < 0)
+    liveness = analyse(graph, updates={stack: result}, rules=TPU)
+    copies = [(b, liveness.itemsize(graph, b)) for b in liveness.buffers if b[0] == stack and b[1]]
+    assert copies == [((stack, outer.start, outer.stop), 2)]
+
+
 def test_a_carried_value_that_starts_two_of_a_loop_within_is_stored_once_more() -> None:
     """Allocate one more buffer: one inner carry aliases the outer value, and the other needs memory of its own."""
 

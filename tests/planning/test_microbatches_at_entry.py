@@ -66,7 +66,7 @@ def test_no_device_holds_the_global_batch(count: int) -> None:
     assert {"data_parallel", "fsdp"} <= set(plan.baselines)
 
 
-@pytest.mark.parametrize(("count", "kinds"), [(8, 1), (16, 1), (4, 2)])
+@pytest.mark.parametrize(("count", "kinds"), [(8, 1), (16, 1), (4, 2), (2, 2)])
 def test_the_batch_is_exchanged_once_before_the_loop(count: int, kinds: int) -> None:
     plan = planned(count, pins=(("x", "d,None"),))
     assert plan.words[0].startswith("batch over d")

@@ -119,6 +119,10 @@ def lower_planned(
     ir = mlir.inline_calls(mlir.drop_sent_arguments(lowered.compiler_ir("stablehlo")))
     if plan.module_hash and mlir.structure_hash(ir) != plan.module_hash:
         lifted = lifted or (mesh is not None and not plan.origin.names_devices)
+        if plan.origin.names_devices and mesh is None:
+            # JAX traces some loops otherwise where the specs of arguments name a mesh.
+            shardings = zip(leaves, placed.in_shardings(), strict=True)
+            typings.append(tree.unflatten([leaf.update(sharding=of) for (_, leaf), of in shardings]))
         platforms = dict.fromkeys((Topology.parse(plan.topology).traits.platform, "cpu"))
         donors = (_lowered_for(platform, planned, each, calls, lifted) for platform in platforms for each in typings)
         for donor in filter(None, donors) if module is None else (module,):

@@ -412,23 +412,26 @@ def _convolution(op: Instruction, left: Shape, right: Shape, result: Shape, pass
 
     Only pairs of a kernel element and an input element count. TPU programs express batched matmuls as convolutions with
     a dilated or strided window, so that each batch is multiplied with itself only. The whole window would overcount by
-    the batch size.
+    the batch size. They express a product whose right operand has two dims of columns as a convolution with a padded
+    window, in which the kernel's spatial dim adds columns.
     """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.attributes)
     if labels is None:
         return Matmul(1, 1, 1, 0.0, left.dtype, passes)
     inputs, kernel, outputs = labels[1], labels[2], labels[3]
     window = _window(op.attribute("window") or "{}")
-    spatial = [label for label in outputs if label.isdigit()]
-    meetings = 1
-    for label in spatial:
+    meetings = places = columns = 1
+    for label in (label for label in outputs if label.isdigit()):
         number = int(label)
-        meetings *= _meetings(
-            left.dims[inputs.index(label)],
-            right.dims[kernel.index(label)],
-            result.dims[outputs.index(label)],
-            *(window[key][number] if number < len(window[key]) else default for key, default in _WINDOW),
+        inner, size, out = (
+            shape.dims[names.index(label)] for shape, names in ((left, inputs), (right, kernel), (result, outputs))
         )
+        meetings *= _meetings(
+            inner, size, out, *(window[key][number] if number < len(window[key]) else rest for key, rest in _WINDOW)
+        )
+        places *= out
+        # One input element that meets every kernel element at a place of its own: the kernel's dim adds columns.
+        columns *= out if inner == 1 and size == out else 1
     batch = result.dims[outputs.index("b")]
     features = result.dims[outputs.index("f")]
     k = right.dims[kernel.index("i")]
@@ -436,11 +439,10 @@ def _convolution(op: Instruction, left: Shape, right: Shape, result: Shape, pass
     # One multiplication and one addition for each pair, example, output feature and input feature. Groups share out the
     # examples.
     flops = 2.0 * meetings * batch * features * k / groups
-    places = math.prod(result.dims[outputs.index(label)] for label in spatial)
     # The contracted part of the window counts to k; the part that stands for a batch counts to no dim.
     depth = max(1, round(meetings / places)) if places else 1
-    rows = max(1, batch * places)
-    return Matmul(rows, features, k * depth, flops, left.dtype, passes)
+    rows = max(1, batch * places // max(1, columns))
+    return Matmul(rows, features * columns, k * depth, flops, left.dtype, passes)
 
 
 _WINDOW = (("stride", 1), ("pad", 0), ("lhs_dilate", 1), ("rhs_dilate", 1))

@@ -49,8 +49,8 @@ def stored_buffers(
     widths |= {buffer: narrow[buffer[0]] for buffer in buffers if buffer[0] in narrow}
     copied, between = _converted(graph)
     widths |= {buffer: between[buffer[0]] for buffer in buffers if buffer[0] in between}
-    copied = copied if narrows_stacks else {}
-    for buffer, width in _copied(graph, updated).items():
+    copied, narrowed = (copied, between) if narrows_stacks else ({}, {})
+    for buffer, width in _copied(graph, updated, narrowed).items():
         copied[buffer] = copied.get(buffer, 0) + width
     widths |= copied
     return tuple(sorted(copied)), widths
@@ -100,16 +100,20 @@ def widened_tables(graph: OpGraph, materialised: Collection[int]) -> Iterator[Bu
             yield result.id, source.producer, graph.needed_until(result.id, max(gathers)) + 1
 
 
-def _copied(graph: OpGraph, updated: Collection[int]) -> dict[Buffer, int]:
+def _copied(graph: OpGraph, updated: Collection[int], narrowed: Collection[int]) -> dict[Buffer, int]:
     """Return copies of updated stacks that a nested loop slices, such as the layers of each microbatch, with bytes per
     element. A copy is live during the outermost loop.
 
-    The compiler cannot prove that the outer loop leaves these stacks unchanged. Evidence: docs/compiler_behaviour.md,
-    "Stacks copied for nested loops".
+    The compiler cannot prove that the outer loop leaves these stacks unchanged. Slices of which every reader takes the
+    narrow value (in `narrowed`) need no copy: loops read the narrow copy of their stack. Evidence:
+    docs/compiler_behaviour.md, "Stacks copied for nested loops".
     """
     copies = {}
     for op in graph.ops:
         if op.kind != "dynamic_slice" or op.op_class is not OpClass.LAYER or op.operands[0] not in updated:
+            continue
+        part = op.results[0]
+        if part in narrowed and _stored_width(graph, part, False) < _itemsize(graph, part):
             continue
         outer = _outermost(graph, op.loop)
         if outer != op.loop:

@@ -33,6 +33,7 @@ from autoshard.planning.xla.axis_assignments import (
     decompose,
     distinct,
     enumerate_states,
+    exchanged_sizes,
     local_elements,
     relabel,
 )
@@ -227,7 +228,8 @@ class _Pricer(NodePricer):
             reduced = [WHOLE] * len(reduced)  # the operand at the result's position accounts for the collection
         source = relabel(source, [f if f in outer else reduced[f] for f in range(len(rule.sizes))])
         aim = relabel(aim, [f if f in inner else WHOLE for f in range(len(rule.sizes))])
-        sizes = tuple(size if f in inner and f in outer else 1 for f, size in enumerate(rule.sizes))
+        moved = exchanged_sizes(rule.operands[operand], rule.sizes, self.axes, looped)
+        sizes = tuple(size if f in inner and f in outer else 1 for f, size in enumerate(moved))
         block, trips = self.block_trips(tensor, op)
         key = (tensor, target, block, aim.tobytes(), source.tobytes())
         if key in seen:

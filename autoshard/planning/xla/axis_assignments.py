@@ -516,3 +516,23 @@ def decompose(
                 if beyond > 1:
                     local_factors[position + 1] //= beyond
     return result, kept
+
+
+def exchanged_sizes(
+    dims: Sequence[Sequence[int]], factors: Sequence[int], axes: Sequence[int], looped: Collection[int]
+) -> list[int]:
+    """Return the sizes of factors with which the shards of `decompose` have the elements that an exchange moves.
+
+    An axis larger than a factor in `looped` leaves it in two exchanges: one among all devices, one among the parts of
+    the factor. Each moves at most the shard, so the shard counts at most twice. Arguments are those of `decompose`.
+    """
+    sizes = list(factors)
+    for parts in dims:
+        if len(parts) < 2 or parts[0] not in looped:
+            continue
+        first, rest = factors[parts[0]], factors[parts[1]]
+        beyond = [n for n in axes if n > 2 * first and n % first == 0 and rest % (n // first) == 0]
+        if beyond:
+            # Half an axis of rows, rounded up to one row on a device: twice the shard.
+            sizes[parts[0]], sizes[parts[1]] = -(-max(beyond) // 2), 2 * first * rest // max(beyond)
+    return sizes

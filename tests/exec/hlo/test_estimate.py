@@ -251,6 +251,34 @@ def test_convolutions_count_only_what_meets(left, right, out, window, labels, fl
     assert work(text, "c").flops == flops
 
 
+@pytest.mark.parametrize(
+    ("left", "right", "out", "window", "labels", "sizes"),
+    [
+        # Rows of two dims on the left: the compiler gives both forms of one product the same cycles.
+        ("64,64,4096", "4096,14336,1", "64,64,14336", "size=1", "0bf_io0->0bf", (4096, 14336, 4096)),
+        # The same product with its sides exchanged: the two dims of rows are columns, one of them the kernel's space.
+        (
+            "14336,4096,1",
+            "64,64,4096",
+            "14336,64,64",
+            "size=64 pad=63_63 rhs_reversal=1",
+            "bf0_0oi->b0f",
+            (14336, 4096, 4096),
+        ),
+        # Contracted over both dims.
+        ("64,14336,64", "64,64,4096", "14336,4096,1", "size=64", "0fb_0io->bf0", (14336, 4096, 4096)),
+    ],
+)
+def test_products_over_two_dims_of_tokens_have_the_dims_of_one(left, right, out, window, labels, sizes):
+    text = module(
+        f"  ROOT %c = bf16[{out}] convolution(%p, %q), window={{{window}}}, dim_labels={labels}",
+        parameters=f"  %p = bf16[{left}] parameter(0)\n  %q = bf16[{right}] parameter(1)\n",
+    )
+    (matmul,) = work(text, "c").matmuls
+    assert (matmul.m, matmul.n, matmul.k) == sizes
+    assert matmul.flops == 2 * math.prod(sizes)
+
+
 def test_a_fusion_reads_slices_and_writes_updates_in_place():
     stack = "bf16[32,4096,4096]{2,1,0:T(8,128)(2,1)}"
     before = (
