@@ -63,7 +63,7 @@ class Between(nn.Module):
 
 
 class Dropping(nn.Module):
-    """A layer whose rate does not matter in evaluation."""
+    """A layer whose rate does not matter without dropout."""
 
     def __init__(self, rate):
         super().__init__()
@@ -72,7 +72,7 @@ class Dropping(nn.Module):
     def forward(self, x):
         if not 0 <= self.rate < 1:
             raise ValueError("no rate")
-        return x + torch.tanh(self.fc(x)) * (1 - self.rate if self.training else 1.0)
+        return x + nn.functional.dropout(torch.tanh(self.fc(x)), self.rate, self.training)
 
 
 class Scaled(Dropping):

@@ -46,13 +46,14 @@ class _Leaner:
         self.usages = {
             number: np.stack([t.usage for t in node.memory]) for number, node in enumerate(model.nodes) if node.memory
         }
-        # A batch arrives in each step: the price of feeding it decides how it is split.
         batch = {
             model.cluster_node[model.structure.cluster_of[tensor]]
             for tensor, argument in zip(model.graph.arguments, model.program.arguments, strict=True)
             if argument.role == Role.BATCH and model.structure.cluster_of[tensor] >= 0
         }
-        self.usages = {number: usage for number, usage in self.usages.items() if number not in batch}
+        # Devices that share one machine read one copy of a batch, however it is split. Others are sent their parts.
+        if model.mesh.topology.traits.shares_machine:
+            self.usages = {number: usage for number, usage in self.usages.items() if number not in batch}
         held = {number: int(usage[:, choices[number]].sum()) for number, usage in self.usages.items()}
         self.holders = sorted(self.usages, key=lambda number: (-held[number], number))
 

@@ -15,9 +15,10 @@ from autoshard.program.moe.experts import check_experts
 from autoshard.program.program_record import Program
 from autoshard.program.torch.eager_twin import EagerTwin
 from autoshard.program.torch.low_rank import check_lora, with_adapters
+from autoshard.program.torch.module_mode import evaluation_mode
 from autoshard.program.torch.step_options import ConfigOptions, given_options, read_layers, read_training
 from autoshard.program.torch.torch_function import TorchFunction
-from autoshard.program.torch.torch_module import evaluation_mode, torch_program
+from autoshard.program.torch.torch_module import torch_program
 from autoshard.program.torch_ops.torch_imports import require_torch
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoshard.program.torch.layer_differences import Difference, LayerComparison
+from autoshard.program.torch.module_mode import is_batch_norm, reads_training
 
 
 MAX_PERIOD = 4
@@ -77,7 +78,8 @@ def find_blocks(
 
     - `within`: if not empty, only lists inside the layers of these blocks are searched.
     - `computed`: digests of some layers' traces by name; layers with different digests, or one without, are unlike.
-    - `trained`: if True, layers share a block only if the same parameters require gradients.
+    - `trained`: if True, layers share a block only if the same parameters require gradients, and the same modules are
+      in training mode.
     """
     import torch
 
@@ -275,11 +277,14 @@ def _structure(layer: Any, trained: bool) -> str:
     """Return a text that is equal for layers of one structure.
 
     It has the paths and classes of the modules, and names, shapes and dtypes of parameters and buffers. Values of
-    non-persistent buffers on the CPU count too. With `trained` it also tells which parameters require gradients.
+    non-persistent buffers on the CPU count too. With `trained` it also tells which parameters require gradients, and
+    which modules are in training mode and compute something else there.
     """
     words: list[str] = []
     for name, child in layer.named_modules():
         words.append(f"|{name}:{type(child).__module__}.{type(child).__qualname__}:{id(type(child))}")
+        if trained and child.training and (is_batch_norm(child) or reads_training(type(child))):
+            words.append(":training")
         for key, parameter in child._parameters.items():
             if parameter is not None:
                 gradient = trained and parameter.requires_grad

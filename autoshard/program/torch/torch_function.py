@@ -17,6 +17,7 @@ from autoshard.program.torch.layer_remat import numbered_layers, parse_remat, re
 from autoshard.program.torch.layer_scan import checkpointed_lists, scanned
 from autoshard.program.torch.low_rank import is_cast
 from autoshard.program.torch.lowering_errors import asks_for_values, lowering_error, place_of
+from autoshard.program.torch.module_mode import ModuleMode
 from autoshard.program.torch.module_patches import canonical_modules, drawing, lowered_environment
 from autoshard.program.torch.module_state import call_with, preserved, without_stale_hooks
 from autoshard.program.torch.repeated_layers import Block, find_blocks
@@ -66,7 +67,7 @@ class TorchFunction:
         compute_dtype: str | None = None,
         frozen_apart: bool = False,
         stateful: bool = False,
-        mode: Callable[[Any], Any] | None = None,
+        mode: ModuleMode | None = None,
     ) -> None:
         """Find the repeated layers of `module`, and describe its arguments; nothing is traced yet.
 
@@ -76,7 +77,7 @@ class TorchFunction:
         - `frozen_apart`: store parameters that need no gradient in `buffers` instead of `params`.
         - `stateful`: let the module update its buffers (running statistics); a call leaves the new ones in
           `updated_buffers`.
-        - `mode`: function that puts the module into the mode in which it is traced.
+        - `mode`: mode in which the module is traced; None for its own.
 
         Raises `UserError` if the remat policy counts out more layers than the module has, or if a choice is unknown. It
         is raised too for a parameter or buffer whose values exceed 32 bits.
@@ -343,7 +344,7 @@ class TorchFunction:
         if self.wide and jax.dtypes.canonicalize_dtype("int64") == "int32":
             return in_64_bits(self._apply)(params, args, kwargs, buffers, then)
         layers: dict[Block, LayerWeights] = {}
-        self.firsts = {}
+        self.firsts, self.written = {}, {}
         for block in self.blocks:
             own, state, fixed = ([{} for _ in range(block.period)] for _ in range(3))
             pipeline, along = self.staged.get(block), self.along.get(block, ())
@@ -390,6 +391,8 @@ class TorchFunction:
             stack.enter_context(own_gradients(env))
             stack.enter_context(env)
             stack.enter_context(drawing(env))
+            if self.mode is not None:
+                stack.enter_context(self.mode.noiseless(self.module))
             with jax.ensure_compile_time_eval() if self.folded else contextlib.nullcontext():
                 given = jax.tree.map(
                     lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (outer, tuple(args), dict(kwargs))
@@ -480,7 +483,10 @@ class TorchFunction:
         while True:
             extra = (self.buffers,) if self.buffers else ()
             try:
-                jax.eval_shape(run, self.params, batch, *extra)
+                # JAX would not trace one function twice, and the mode may have changed.
+                jax.eval_shape(lambda *given: run(*given), self.params, batch, *extra)
+                if self._is_noisy(label):
+                    continue
                 check_names(remat_text(self.remat.parts), self.remat.names, self.savable, label)
                 if self._writes_are_returned(label):
                     break
@@ -494,6 +500,8 @@ class TorchFunction:
                 else:
                     self._tell_apart(error.block, error.computed)
             except BaseException as error:  # the user's code may raise anything
+                if self._is_noisy(label):
+                    continue
                 if asks_for_values(error) and not self.folded:
                     self.folded = True
                     continue
@@ -504,6 +512,7 @@ class TorchFunction:
                 writes = "a layer writes to what it is called with, which is used elsewhere"
                 reason = "the hidden state between two layers is used elsewhere"
                 self._give_up(self.blocks, writes if isinstance(error, SharedWriteError) else reason)
+        self.notes += self.mode.notes() if self.mode is not None else ()
         if self.assigned:
             name, more = next(iter(self.assigned)), len(self.assigned) - 1
             self.notes.append(
@@ -513,6 +522,16 @@ class TorchFunction:
         self.stacks = tuple(block.repeats for block in self.blocks)
         if self.pipeline is not None:
             self._stage(self.pipeline, run, batch, label)
+
+    def _is_noisy(self, label: str) -> bool:
+        """Return True if the last trace drew random numbers in training mode, so that the mode changed.
+
+        Raises `UserError` if the class that drew them also wrote to its buffers.
+        """
+        if self.mode is None:
+            return False
+        written = {member for name in self.written for member in self._members(name)}
+        return self.mode.settle(written, self.module, label)
 
     def _writes_are_returned(self, label: str) -> bool:
         """Return True if no other trace is needed because of writes to buffers: all are results, or a note says that

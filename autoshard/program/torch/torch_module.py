@@ -1,8 +1,6 @@
 """Conversion of any torch module to a `Program`."""
 
-import contextlib
 import dataclasses
-import functools
 import inspect
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,7 +19,9 @@ from autoshard.program.moe.experts import check_experts
 from autoshard.program.program_record import Program, Role
 from autoshard.program.torch.eager_twin import EagerCall, EagerTwin, first_tensor, host_tensor
 from autoshard.program.torch.low_rank import check_lora, with_adapters
+from autoshard.program.torch.module_mode import ModuleMode
 from autoshard.program.torch.module_patches import lowered_environment
+from autoshard.program.torch.module_state import preserved
 from autoshard.program.torch.step_options import (
     ModuleOptions,
     TrainOptions,
@@ -52,8 +52,9 @@ def from_torch(
     Inference gives `forward(params, batch[, buffers])`. With `train` the program is a whole step with an optax
     optimizer: `(params, opt_state, batch[, buffers]) -> (params, opt_state, loss)`. A module that writes to its buffers
     (a cache of keys and values, a counter) returns them too: `forward(params, batch, buffers) -> (result, buffers)`.
-    Its step is `(params, opt_state, batch, buffers) -> (params, opt_state, buffers, loss)`. The module runs without
-    dropout.
+    Its step is `(params, opt_state, batch, buffers) -> (params, opt_state, buffers, loss)`. A training step is that of
+    the module after `module.train()`, without dropout; parts that the user put into evaluation mode stay in it. A
+    forward pass is that of evaluation mode.
 
     - `example_inputs`, `kwargs`: the arguments of the module's call; a tensor or a tuple of tensors, meta tensors
       allowed.
@@ -66,7 +67,8 @@ def from_torch(
     - `dtype`: compute dtype. Parameters are cast to it where they are used, and float inputs too; targets stay.
     - `param_dtype`, `state_dtype`: dtype of the stored parameters, and of the optimizer's moments.
     - `cast_inputs`: False leaves inputs uncast; torch then promotes the other operands to the dtype of the inputs.
-    - `batch_statistics`: let batch norms use and update running statistics (default: when training).
+    - `batch_statistics`: let all batch norms use and update running statistics, or none (default: in training, those
+      that the user did not put into evaluation mode).
     - `scan`: False unrolls repeated layers.
     - `remat`: `none`, `dots` or `full`, optionally with values, such as `full,keep=q_proj/k_proj,offload=input`. `keep`
       saves on the device, `offload` in the host's memory. `full:20+none` gives the first 20 layers another policy.
@@ -102,20 +104,25 @@ def from_torch(
         _check_dtype(flag, given.get(flag))
     example_inputs, kwargs, targets = one_microbatch(example_inputs, kwargs, targets)
     inputs = tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
-    notes = ["Dropout is off: the module runs in evaluation mode."] if _has_dropout(module) else []
-    if asking := _class_reading_training(module) if not notes else None:
-        notes.append(f"The module runs in evaluation mode: `{asking}` asks whether it is being trained.")
+    mode = ModuleMode(train, given.get("batch_statistics"))
+    asking = next(iter(mode.asking(module)), None)
+    notes = []
+    if _has_dropout(module):
+        notes.append(f"Dropout is off{'' if train and asking else ': the module runs in evaluation mode'}.")
+    elif asking and not train:
+        notes.append(f"The module runs in evaluation mode: `{asking.__name__}` asks whether it is being trained.")
     if lora is not None:
         module, more = with_adapters(module, lora, label)
         notes += more
-    learning = given.get("batch_statistics", train)
+    with preserved(module):
+        statistics = mode(module)
     function = TorchFunction(
         module,
         dataclasses.replace(layers, experts=check_experts(given, module, label)),
         compute_dtype=given.get("dtype"),
         frozen_apart=train,
-        stateful=learning and bool(_batch_norms(module)),
-        mode=functools.partial(evaluation_mode, batch_statistics=learning),
+        stateful=statistics,
+        mode=mode,
     )
     function.may_become_stateful = True
     if train:
@@ -172,7 +179,8 @@ def from_torch(
         `loss_of`.
         """
         args, keywords, wanted = rebuild({key: host_tensor(value, examples[key].dtype) for key, value in data.items()})
-        out = module(*args, **keywords)
+        with mode.noiseless(module):
+            out = module(*args, **keywords)
         if not train:
             return out
         if loss is None:
@@ -197,9 +205,7 @@ def from_torch(
         make_args=make_args,
         values=own,
         notes=notes,
-        eager=EagerCall(
-            eager_call, lambda module: evaluation_mode(module, learning), examples if make_args is None else {}
-        ),
+        eager=EagerCall(eager_call, mode, examples if make_args is None else {}),
     )
 
 
@@ -538,29 +544,6 @@ def _static_shape(tensor: Any, name: str) -> tuple[int, ...]:
     return tuple(tensor.shape)
 
 
-def evaluation_mode(module: Any, batch_statistics: bool) -> bool:
-    """Put `module` in evaluation mode, except batch norms if `batch_statistics`; return True if there are such.
-
-    Raises `UserError` for a batch norm in training mode with a cumulative average, which a step cannot compute.
-    """
-    module.eval()
-    norms = _batch_norms(module) if batch_statistics else []
-    for norm in norms:
-        if norm.momentum is None:
-            raise UserError(
-                "a batch norm with `momentum=None` (a cumulative average) is not supported; give it a number."
-            )
-        norm.train()
-    return bool(norms)
-
-
-def _batch_norms(module: Any) -> list[Any]:
-    """Return all batch norms of a module."""
-    import torch
-
-    return [m for m in module.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
-
-
 def _check_dtype(name: str, text: str | None) -> None:
     """Raise `UserError` if the option `name` has a text that is no float dtype; None and an empty text pass."""
     import jax.numpy as jnp
@@ -571,19 +554,6 @@ def _check_dtype(name: str, text: str | None) -> None:
         known = False
     if not known:
         raise UserError(f"{name} `{text}` is not supported; use bfloat16, float32 or float16.")
-
-
-def _class_reading_training(module: Any) -> str | None:
-    """Return the name of the first class whose `forward` reads `self.training` and that has a module in training mode.
-
-    Classes of torch and transformers, and those without source, are skipped. None if no class is left.
-    """
-    for kind in dict.fromkeys(type(child) for child in module.modules() if child.training):
-        if kind.__module__.partition(".")[0] not in ("torch", "transformers"):
-            with contextlib.suppress(OSError, TypeError):  # the class has no source
-                if "self.training" in inspect.getsource(kind.forward):
-                    return kind.__name__
-    return None
 
 
 def _has_dropout(module: Any) -> bool:
