@@ -1,6 +1,6 @@
 """Measured peaks of LoRA on one A100, compared with eager torch's saved tensors and with plans.
 
-    python experiments/fidelity/adapter_peaks.py [--only TEXT ...] [--again] [--table]
+    python experiments/gpu/adapter_peaks.py [--only TEXT ...] [--again] [--table]
 
 The runs are litgpt's, without recomputation. One layer is written here as litgpt writes it. Eager torch runs it on the
 CPU in bfloat16, and `saved_tensors_hooks` count what it saves. The plan is of transformers' model with the same dims,
