@@ -1,6 +1,6 @@
-"""Measured peaks of LoRA on one A100, beside what eager torch saves in the measured code and what a plan predicts.
+"""Measured peaks of LoRA on one A100, compared with eager torch's saved tensors and with plans.
 
-    python experiments/fidelity/adapter_peaks.py [--only TEXT ...] [--again] [--table]
+    python experiments/gpu/adapter_peaks.py [--only TEXT ...] [--again] [--table]
 
 The runs are litgpt's, without recomputation. One layer is written here as litgpt writes it. Eager torch runs it on the
 CPU in bfloat16, and `saved_tensors_hooks` count what it saves. The plan is of transformers' model with the same dims,
@@ -128,7 +128,7 @@ def table(rows: Rows) -> str:
         shares = (f"{row[key] / row['measured_gb'] - 1:+.1%}" for key in ("counted_gb", "planned_gb"))
         cells.append([name, *(f"{row[f'{key}_gb']:.2f}" for key in ("measured", "counted", "planned")), *shares])
     return page(
-        "# Peaks of LoRA beside measured ones",
+        "# Peaks of LoRA compared with measured ones",
         (
             "One A100, rank 8 on queries and values, bfloat16, no recomputation; GB by microbatch. `counted` is what "
             "eager torch saves in litgpt's code, with the weights. `planned` is the peak of transformers' model under "
