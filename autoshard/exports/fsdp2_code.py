@@ -82,8 +82,9 @@ def local_inputs(mesh, **inputs):
 
 
 def _input_dim(plan: Plan, name: str, spec: Spec, data: list[str]) -> int | None:
-    """Return the dim of an input of which each process receives a part: the one that the plan splits over the batch's
-    axes, else the first of the batch's arguments.
+    """Return the dim of an input of which each process receives a part, None for none.
+
+    It is the dim that the plan splits over the batch's axes, else the first of a batch argument.
 
     Raises: UserError if the processes do not divide it.
     """

@@ -221,7 +221,7 @@ def keras_rows() -> dict[str, dict[str, Any]]:
     batches = [random.integers(0, 256, (2, 8, 64)).astype("int32") for _ in range(2)]
 
     def trained(distribution: Any) -> tuple[list[float], list[Any]]:
-        keras.utils.clear_session()  # which forgets a distribution
+        keras.utils.clear_session()  # it forgets the distribution
         keras.distribution.set_distribution(distribution)
         keras.utils.set_random_seed(0)
         model = keras_decoder()

@@ -231,7 +231,7 @@ def test_fsdp_without_tensor_parallelism_splits_no_module(plan: Plan) -> None:
 
 @pytest.mark.parametrize("form", ["transformers", "torchtitan", "fsdp2", "accelerate"])
 def test_an_axis_that_splits_one_sequence_is_none_of_the_batch(plan: Plan, form: str) -> None:
-    """Each process of FSDP would compute its part of the sequence as if it were a sequence."""
+    """Refuse it: each process of FSDP would compute its part of the sequence as if it were a sequence."""
     made = llama_plan(plan, {"data": 2, "model": 2}, SPLIT)
     one = {name: (1, 8) if name.startswith("batch") else shape for name, shape in made.shapes.items()}
     arguments = {**made.arguments, "batch.input_ids": Spec(((), ("data",)))}
