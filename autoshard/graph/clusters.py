@@ -306,8 +306,8 @@ def _merge_op(
         mergeable = op.op_class in (OpClass.POINTWISE, OpClass.LAYER) or _trivial_reshape(op, k, result, pairs, union)
         if k in of_store and mixed and op.op_class is OpClass.POINTWISE:
             mergeable = False
-        # A layer is gathered after it is sliced: a slice with another spec than its stack would have the partitioner
-        # gather the whole stack in every trip.
+        # A slice has its stack's spec, and is gathered afterwards. If it had another one, the partitioner would gather
+        # the whole stack in every trip.
         if tensor in asked and op.op_class is not OpClass.LAYER or op.kind == "sharding_constraint":
             mergeable = False
         if not (mergeable and union.merge(out, tensor, pairs)):

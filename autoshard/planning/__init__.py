@@ -16,6 +16,7 @@ from autoshard.planning.explain.explanation import explain_plan as explain_plan
 from autoshard.planning.explain.explanation import explanation_figures as explanation_figures
 from autoshard.planning.explain.explanation import named as named
 from autoshard.planning.explain.explanation import reopen as reopen
+from autoshard.planning.explain.prediction_errors import USUAL as USUAL
 from autoshard.planning.explain.program_graph import ProgramGraph as ProgramGraph
 from autoshard.planning.explain.program_graph import program_graph as program_graph
 from autoshard.planning.explain.remat_policies import planned_remat as planned_remat

@@ -194,7 +194,7 @@ def test_a_stack_that_loops_in_a_loop_take_apart_is_copied_for_them_if_it_is_wri
 
 
 def test_a_narrowed_stack_has_one_narrow_copy_for_loops_in_a_loop() -> None:
-    """Compilers for v6e keep the narrow copy alone: no copy of the wide stack is in the entry of such a program."""
+    """Hold the narrow copy alone. Programs compiled for v6e have no copy of the wide stack for their loops."""
 
     def fn(stack: Any, parts: Any) -> Any:
         def layers(x: Any) -> Any:

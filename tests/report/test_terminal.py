@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from autoshard.base.units import format_bytes, format_seconds
+from autoshard.exec import CompileReport, Estimate, Verdict
 from autoshard.planning import Call, Plan
 from autoshard.report import terminal_report
 from autoshard.report.figures import recipe_line
@@ -25,6 +26,26 @@ def test_the_verdict_comes_first(plan: Plan):
     assert lines[0].rstrip() == "llama3-8b on v5p:4x8x8 (256 devices), mesh data=32, model=8"
     assert lines[2].rstrip() == "FITS: 41.00 GiB of 95.70 GiB a device (43%)"
     assert lines[3].startswith("STEP: 3.22 s, MFU 61.6%; 1.03x the speed of the best baseline that fits, fsdp x tp, s")
+
+
+@pytest.mark.parametrize(("step_s", "gib"), [(3.3, 42), (29.0, 42), (0.5, 42), (3.3, 80), (29.0, 20)])
+def test_a_compiled_program_that_differs_much_stands_in_the_verdict(plan: Plan, step_s: float, gib: int):
+    timed = Estimate(step_s, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, {}, {}, 0, ())
+    report = CompileReport(
+        Verdict.FITS, 0, None, plan.prediction.peak_bytes, gib * 2**30, gib * 2**30, {}, {}, 0, {}, {}, {}, (), (),
+        plan.prediction.step_time_s, timed, None, 1.0, "", (),
+    )  # fmt: skip
+    stream = io.StringIO()
+    Console(file=stream, width=160).print(terminal_report(plan, None, report))
+    fits, step = stream.getvalue().splitlines()[2:4]
+    assert fits.startswith(f"FITS: {gib}.00 GiB of 95.70 GiB a device")
+    assert ("where 41.00 GiB was predicted, off by a factor" in fits) == (gib != 42)
+    if step_s == 3.3:
+        assert step.startswith("STEP: 3.22 s, MFU 61.6%; 1.03x the speed of the best baseline")
+    else:
+        factor = max(step_s / 3.22, 3.22 / step_s)
+        assert step.startswith(f"STEP: {format_seconds(step_s)} as compiled, where 3.22 s was predicted, off by a ")
+        assert step.rstrip().endswith(f"factor {factor:.1f}; not compared with baselines")
 
 
 def test_tokens_a_second_stand_with_the_step(plan: Plan):

@@ -412,8 +412,8 @@ def _convolution(op: Instruction, left: Shape, right: Shape, result: Shape, pass
 
     Only pairs of a kernel element and an input element count. TPU programs express batched matmuls as convolutions with
     a dilated or strided window, so that each batch is multiplied with itself only. The whole window would overcount by
-    the batch size. They express a product whose right operand has two dims of columns as a convolution with a padded
-    window, in which the kernel's spatial dim adds columns.
+    the batch size. A right operand with two dims of columns becomes a kernel under a padded window, and its spatial dim
+    adds columns.
     """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.attributes)
     if labels is None:

@@ -221,9 +221,8 @@ class _Pricer(NodePricer):
         source, kept = decompose(held, rule.operands[operand], rule.sizes, self.axes, looped)
         aim, _ = decompose(wanted, rule.results[result], rule.sizes, self.axes)
         reduced = [PARTIAL - f if rule.kinds[f] is FactorKind.REDUCTION else WHOLE for f in range(len(rule.sizes))]
-        backend = self.mesh.topology.backend
         factors = range(len(rule.sizes))
-        collected = any(handling(self.graph, op, f, backend) is Handling.COLLECT for f in factors)
+        collected = any(handling(self.graph, op, f, self.mesh.topology.backend) is Handling.COLLECT for f in factors)
         if collected and operand != result and self.structure.cluster_of[op.operands[result]] >= 0:
             reduced = [WHOLE] * len(reduced)  # the operand at the result's position accounts for the collection
         source = relabel(source, [f if f in outer else reduced[f] for f in range(len(rule.sizes))])
@@ -235,8 +234,7 @@ class _Pricer(NodePricer):
         if key in seen:
             return
         seen.add(key)
-        dtype = self.graph.tensors[out].dtype
-        way = ReshardStates(held, kept, source, aim, sizes, dtype)
+        way = ReshardStates(held, kept, source, aim, sizes, self.graph.tensors[out].dtype)
         self.add_reshard(cluster, target, ValueUse(tensor, op.id, block, trips), way, collected=collected)
 
     def add_heavy_result(self, op: Op, result: int, cluster: int, node: int) -> None:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from autoshard.base.units import format_bytes, format_count, format_seconds
 from autoshard.exec import CompileReport, Verdict, compile_notes
-from autoshard.planning import Collective, Plan, Prediction, Recipe, Spec, axis_words, mesh_words, spec_text
+from autoshard.planning import USUAL, Collective, Plan, Prediction, Recipe, Spec, axis_words, mesh_words, spec_text
 from autoshard.report.display import clean, fold, readable
 from autoshard.report.figures import best_baseline, fixed_lines, recipe_line, tensor_bytes
 from autoshard.report.schedule_picture import schedule_report
@@ -86,7 +86,8 @@ def _verdict(plan: Plan, compiled: CompileReport | None) -> RenderableType:
     """Return the head of the report: program, mesh, fit, step time, best baseline and recipe.
 
     Tokens per second and MFU appear if the plan has them, the memory's percentage if the limit is not 0. The fit is
-    that of the compiled program if there is one, with a line on its schedule.
+    that of the compiled program if there is one, with a line on its schedule. Predictions that miss it by more than
+    `USUAL` follow the compiled figures, and a missed step is not compared with baselines.
     """
     prediction = plan.prediction
     mesh = mesh_words(plan.mesh)
@@ -104,6 +105,18 @@ def _verdict(plan: Plan, compiled: CompileReport | None) -> RenderableType:
         verdict.append(f" ({used / plan.memory_limit_bytes:.0%})", style="not bold default")
     if compiled is None and plan.memory_within is not None:
         verdict.append(f", within a factor {plan.memory_within:.1f}", style="not bold default")
+    if compiled is not None and (factor := _missed(compiled.peak_predicted, used)):
+        words = f", where {format_bytes(compiled.peak_predicted)} was predicted, off by a factor {factor:.1f}"
+        verdict.append(words, style="not bold default")
+    recipe = Text("RECIPE", style="bold").append(f": {clean(recipe_line(plan))}", style="not bold")
+    timed = compiled.estimate if compiled is not None else None
+    if compiled is not None and timed is not None and (factor := _missed(prediction.step_time_s, timed.step_time_s)):
+        words = (
+            f": {format_seconds(timed.step_time_s)} as compiled, where {format_seconds(prediction.step_time_s)} was "
+        )
+        words += f"predicted, off by a factor {factor:.1f}; not compared with baselines"
+        step = Text("STEP", style="bold").append(words, style="not bold")
+        return Group(title, Text(), verdict, step, recipe, _compiled(compiled))
     step = Text("STEP", style="bold").append(f": {format_seconds(prediction.step_time_s)}", style="not bold")
     if plan.time_within is not None:
         step.append(f" within a factor {plan.time_within:.1f}", style="not bold")
@@ -113,8 +126,18 @@ def _verdict(plan: Plan, compiled: CompileReport | None) -> RenderableType:
     if prediction.mfu is not None:
         step.append(f", MFU {prediction.mfu:.1%}", style="not bold")
     step.append(f"; {_against_best(plan)}", style="not bold")
-    recipe = Text("RECIPE", style="bold").append(f": {clean(recipe_line(plan))}", style="not bold")
     return Group(title, Text(), verdict, step, recipe, *([] if compiled is None else [_compiled(compiled)]))
+
+
+def _missed(predicted: float, compiled: float) -> float:
+    """Return the factor between a prediction and the compiled program's figure if it is above `USUAL`, else 0.
+
+    Figures of 0 are unknown, and miss nothing.
+    """
+    if predicted <= 0 or compiled <= 0:
+        return 0.0
+    factor = max(predicted / compiled, compiled / predicted)
+    return factor if factor > USUAL else 0.0
 
 
 def _compiled(compiled: CompileReport) -> Text:
