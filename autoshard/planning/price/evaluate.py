@@ -29,6 +29,7 @@ from autoshard.planning.space.dim_groups import factor_states
 from autoshard.planning.space.overlap import Overlap, lanes
 from autoshard.planning.xla.array_layouts import scratch_itemsize
 from autoshard.planning.xla.axis_assignments import States
+from autoshard.planning.xla.image_layouts import shifted_images, shifted_span
 from autoshard.planning.xla.table_layouts import table_copies
 from autoshard.program import Role
 
@@ -440,6 +441,10 @@ def solved_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]
         copies = table_copies(model.graph, op, state, model.axis_sizes, topology)
         for start, stop, copied in copies.held if copies is not None else ():
             buffers.append(LiveBuffer(start, stop, int(np.rint(copied[0])), "temporaries", op.operands[0]))
+        shifted, _ = shifted_images(model.graph, op, model.padding.images, state, model.axis_sizes)
+        if shifted.any():
+            span = shifted_span(model.graph, op)
+            buffers.append(LiveBuffer(*span, int(np.rint(shifted[0])), "temporaries", op.operands[0]))
     return buffers
 
 

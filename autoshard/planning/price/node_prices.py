@@ -85,6 +85,7 @@ class NodePricer:
         roles = {t: a.role for t, a in zip(graph.arguments, program.arguments, strict=True)}
         self.roles = roles
         self.begun = {c.body: roles[c.init] for loop in graph.loops for c in loop.carries if c.init in roles}
+        self.begun |= {graph.results[a.result]: a.role for a in program.arguments if a.donated and a.result is not None}
         self.carried = {carry.body for loop in graph.loops for carry in loop.carries}
         self.local: dict[tuple[object, ...], Seconds] = {}
         self.softmaxes = {softmax.cluster: softmax for softmax in liveness.softmaxes}
@@ -381,7 +382,7 @@ class NodePricer:
 
         An argument is `parameters`, `frozen_parameters`, `optimizer_state` or `batch`, except a converted copy of it
         (`temporaries`). A value that a loop carries, and that starts as a parameter or optimizer state, has the kind of
-        that argument.
+        that argument. So has the new value of a donated argument, which overwrites it.
         Other values in clusters of updates are `gradients`. All else is `activations` if it lives from before a loop
         until after it, or is carried by one, else `temporaries`.
         """
@@ -391,7 +392,7 @@ class NodePricer:
         if role is not None:
             return _STORED.get(role, "batch")
         begun = self.begun.get(tensor)
-        if begun is not None and begun in _STORED:  # an update that a loop writes layer by layer in place
+        if begun is not None and begun in _STORED:  # an update in place, at once or layer by layer in a loop
             return _STORED[begun]
         if cluster in self.updated:
             return "gradients"

@@ -16,6 +16,7 @@ from autoshard.planning.space.dim_groups import factor_states
 from autoshard.planning.space.op_work import OpModel, OpWork, Side, matrix_seconds, no_memory, sides, streamed_seconds
 from autoshard.planning.xla.array_layouts import SORTS, cumulative_copies, scratch_itemsize
 from autoshard.planning.xla.axis_assignments import WHOLE, Seconds, local_elements, relabel
+from autoshard.planning.xla.image_layouts import shifted_images, shifted_span
 from autoshard.planning.xla.table_layouts import Copies, gathers_inner, table_copies
 
 
@@ -313,7 +314,19 @@ def _convolution_seconds(work: OpWork, size: Seconds, fused: Seconds) -> Seconds
     - `fused`: further bytes that fused operands read.
     """
     share, steps = work.sloped_share(), work.op.steps * work.share()
-    return matrix_seconds(work, size + fused, share, steps, _convolution_efficiency(work))
+    seconds = matrix_seconds(work, size + fused, share, steps, _convolution_efficiency(work))
+    return seconds + work.compute.memory_seconds(_shifted(work)[1])
+
+
+def _shifted(work: OpWork) -> tuple[Seconds, Seconds]:
+    """Return the bytes of shifted images that a convolution reads, and of the passes over them, [states]."""
+    return shifted_images(work.graph, work.op, work.padding.images, work.states, work.axes)
+
+
+def _shifted_memory(work: OpWork) -> list[tuple[int, int, Seconds]]:
+    """Return the bytes of shifted images, with the ops during which they live."""
+    held = _shifted(work)[0]
+    return [(*shifted_span(work.graph, work.op), held)] if held.any() else []
 
 
 def _convolution_efficiency(work: OpWork) -> Seconds | None:
@@ -343,7 +356,7 @@ OP_MODELS: Mapping[str, OpModel] = {
     "reduce_window": OpModel(streamed=_cumulative_seconds, memory=_scratch_memory),
     "fft": OpModel(streamed=_fft_seconds),
     "dot_general": OpModel(busy=_dot_seconds),
-    "convolution": OpModel(busy=_convolution_seconds),
+    "convolution": OpModel(busy=_convolution_seconds, copies=_shifted_memory),
     **CALL_MODELS,
 }
 """Models by kind of op, and by kind of custom call."""

@@ -7,6 +7,7 @@ import numpy as np
 from autoshard.cost import BACKENDS, LANES, tile_padding
 from autoshard.graph import GROUPED, GROUPED_GRADIENT, FactorKind, Op, OpClass, OpGraph, is_batched
 from autoshard.planning.xla.axis_assignments import Seconds, States, local_sizes
+from autoshard.planning.xla.image_layouts import Image, find_images
 
 
 class Padding:
@@ -17,6 +18,7 @@ class Padding:
         self.graph, self.tiled = graph, BACKENDS[backend].tiled
         self.outer = _outer_dims(graph) if self.tiled else {}
         self.in_order = _in_order(graph) if self.tiled else frozenset()
+        self.images = find_images(graph) if self.tiled else {}
         self._known: dict[object, Seconds] = {}
         self._held: dict[object, int] = {}
 
@@ -30,11 +32,10 @@ class Padding:
         record = self.graph.tensors[tensor]
         if not self.tiled or len(record.shape) < 2:
             return np.ones(len(states))
-        outer, in_order = self.tile_layout(tensor)
-        key = (record.shape, self._itemsize(tensor), outer, in_order, tuple(axes), states.shape, states.tobytes())
+        layout = self.tile_layout(tensor)
+        key = (record.shape, self._itemsize(tensor), layout, tuple(axes), states.shape, states.tobytes())
         if key not in self._known:
-            local = local_sizes(states, record.shape, axes)
-            self._known[key] = tile_padding(local, self._itemsize(tensor), outer, in_order)
+            self._known[key] = self._padding(tensor, local_sizes(states, record.shape, axes))
         return self._known[key]
 
     def shard_bytes(self, tensor: int, local: Sequence[int], itemsize: int) -> int:
@@ -43,19 +44,26 @@ class Padding:
         - `local`: dims of the shard.
         - `itemsize`: bytes of an element of the shard, which may differ from the tensor's; tiles are the tensor's.
         """
-        outer, in_order = self.tile_layout(tensor)
-        key = (*local, itemsize, self._itemsize(tensor), outer, in_order)
+        key = (*local, itemsize, self._itemsize(tensor), self.tile_layout(tensor))
         if key not in self._held:
             size = float(np.prod(local, dtype=np.float64)) * itemsize
             if self.tiled and len(local) > 1:
-                dims = np.asarray([local], dtype=np.float64)
-                size *= float(tile_padding(dims, self._itemsize(tensor), outer, in_order)[0])
+                size *= float(self._padding(tensor, np.asarray([local], dtype=np.float64))[0])
             self._held[key] = int(np.rint(size))
         return self._held[key]
 
-    def tile_layout(self, tensor: int) -> tuple[tuple[int, ...], bool]:
-        """Return the tensor's dims outside tiles, and True if its matrices retain the order of their dims."""
-        return self.outer.get(tensor, ()), tensor in self.in_order
+    def tile_layout(self, tensor: int) -> tuple[tuple[int, ...], bool, Image | None]:
+        """Return the tensor's dims outside tiles, True if its matrices retain the order of their dims, and the dims of
+        an image.
+        """
+        return self.outer.get(tensor, ()), tensor in self.in_order, self.images.get(tensor)
+
+    def _padding(self, tensor: int, local: Seconds) -> Seconds:
+        """Return the padded over the unpadded bytes of shards with the dims of each row of `local`."""
+        outer, in_order, image = self.tile_layout(tensor)
+        if image is not None:
+            return image.padding(local, self._itemsize(tensor))
+        return tile_padding(local, self._itemsize(tensor), outer, in_order)
 
     def _itemsize(self, tensor: int) -> int:
         """Return the bytes of an element of the tensor."""

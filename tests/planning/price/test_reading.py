@@ -1,5 +1,6 @@
 """Analysis of a program before anything is priced."""
 
+import dataclasses
 import pickle
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from autoshard.planning.price.analysed_program import planned_part
 from autoshard.planning.price.evaluate import evaluate
 from autoshard.planning.space.overlap import Overlap
-from autoshard.program import open_source, trace
+from autoshard.program import Role, open_source, trace
 from tests.graph.programs import f32
 from tests.planning import programs
 
@@ -54,6 +55,23 @@ def test_what_goes_into_an_update_is_a_gradient() -> None:
     assert {reshard.overlap for reshard in sums if reshard.op == last} <= {Overlap.NETWORK, Overlap.NETWORK_AT_MATMUL}
     kinds = {term.kind for node in model.nodes for term in node.memory}
     assert "gradients" in kinds
+
+
+def test_new_values_of_donated_state_are_no_gradients() -> None:
+    """Count moments and parameters by hand in a step that updates them one after the other."""
+
+    def update(parameter: Any, moment: Any, gradient: Any) -> Any:
+        moment = 0.9 * moment + gradient
+        return parameter - moment, moment
+
+    given = tuple(f32(1024, 1024) for _ in range(3))
+    program = trace(update, given, name="update", donate_argnums=(0, 1), training=True)
+    roles = (Role.PARAMETER, Role.OPTIMIZER_STATE, Role.BATCH)
+    arguments = [dataclasses.replace(a, role=r) for a, r in zip(program.arguments, roles, strict=True)]
+    model = programs.model_of(dataclasses.replace(program, arguments=tuple(arguments)), "v5e:2x2", "data=4")
+    made = {(start, stop) for tensor, start, stop in model.liveness.buffers if tensor in model.graph.results}
+    kinds = {term.kind for node in model.nodes for term in node.memory if (term.start, term.stop) in made}
+    assert kinds == {"parameters", "optimizer_state"}
 
 
 @pytest.mark.parametrize("source", ["hf:llama-tiny", "hf:mixtral-tiny", "hf:t5-tiny"])
