@@ -447,6 +447,7 @@ def named(plan: Plan, word: str, topology: str) -> Plan:
         device_order=tuple(range(8)),
         arguments=specs,
         results=specs,
+        axis_roles=dict.fromkeys(axes, ("batch",)),
         shapes={name: (8, 8) for name in specs},
         dtypes=dict.fromkeys(specs, "float32"),
         roles=dict(zip(specs, ("parameter", "batch"), strict=True)),
