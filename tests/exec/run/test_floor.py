@@ -154,7 +154,7 @@ def test_orders_are_tried_until_the_noise_is_enough() -> None:
 
 
 def test_the_rounding_of_a_step_is_its_distance_from_float64() -> None:
-    """A sum that cancels has an error that no order of the examples shows."""
+    """Compare a sum that cancels, whose error no order of the examples shows."""
 
     def step(w: Any, x: Any) -> Any:
         return w - (jnp.cumsum(x * 1e4, axis=1)[:, -1] - x.sum(1) * 1e4).mean() * w, (x * w).sum()
