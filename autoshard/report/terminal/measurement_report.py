@@ -114,7 +114,8 @@ def _check(figures: Mapping[str, Any]) -> Text:
     text = Text("AGREES" if passed else "DIFFERS", style="bold green" if passed else "bold red")
     allowed = figures["worst_allowed"]
     words = f" with the unplanned run: {'the largest' if passed else 'a'} difference is "
-    words += f"{figures['worst_rel_diff']:.1e} of a tensor's maximum (at {clean(figures['worst'])}); {allowed:.0e} is allowed there"
+    words += f"{figures['worst_rel_diff']:.1e} of a tensor's maximum (at {clean(figures['worst'])}); "
+    words += f"{allowed:.0e} is allowed there"
     if allowed > figures["tolerance"]:
         words += ", twice the rounding of the unplanned step itself"
     if figures["noise"]:
