@@ -12,15 +12,15 @@ its largest element-wise difference over the tensor's own maximum. Two cases req
   inputs show one too.
 """
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from autoshard.errors import UserError
+from autoshard.exec.run.exact_step import on_host
 from autoshard.program import EagerTwin, Program, named_tensors
 
 
@@ -30,6 +30,8 @@ FACTOR = 8.0
 """Allowed difference, in multiples of a tensor's noise."""
 MOST = 1e-3
 """Largest difference allowed as noise, as a share of the maximum of the tensor's family."""
+ZERO = 0.5
+"""Distance from float64 at which a tensor in float32 is zero but for rounding, as a share of its maximum."""
 NOISE = 1e-5
 """Share of the family's maximum below which a whole tensor is noise, if float64 does not run."""
 KINK = 5e-2
@@ -55,6 +57,8 @@ class EagerDifference:
     """Largest difference over the tensor's maximum in eager torch; infinite for a missing tensor or another shape."""
     allowed: float
     """Largest such difference that counts as rounding."""
+    is_zero: bool = False
+    """True if the tensor is zero but for rounding: float64 gives other values."""
 
     @property
     def within(self) -> bool:
@@ -80,8 +84,15 @@ class EagerCheck:
 
     @property
     def worst(self) -> EagerDifference | None:
-        """The largest difference that exceeds its limit, else the largest one; None if nothing was compared."""
-        return max(self.differences, key=lambda each: (not each.within, each.rel_diff), default=None)
+        """The largest difference that exceeds its limit, else the largest one of a tensor that is not zero; None if
+        nothing was compared.
+        """
+        return max(self.differences, key=lambda each: (not each.within, not each.is_zero, each.rel_diff), default=None)
+
+    @property
+    def zeros(self) -> tuple[str, ...]:
+        """Names of the tensors within their limits that are zero but for rounding."""
+        return tuple(each.name for each in self.differences if each.is_zero and each.within)
 
     @property
     def compared(self) -> dict[str, int]:
@@ -174,23 +185,9 @@ def _of_jax(twin: EagerTwin, module: Any, batch: Mapping[str, Any]) -> _Tensors:
 
     A buffer that the step does not return is unchanged.
     """
-    with _on_host():
+    with on_host():
         result, gradients, buffers = twin.run_traced(module, batch)
         return _of_torch(twin, (result, gradients, buffers))
-
-
-@contextlib.contextmanager
-def _on_host() -> Iterator[None]:
-    """Run JAX on its CPU device, if it has one, and with float32 products in full precision, within the `with`
-    block.
-    """
-    import jax
-
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(RuntimeError):
-            stack.enter_context(jax.default_device(jax.local_devices(backend="cpu")[0]))
-        stack.enter_context(jax.default_matmul_precision("highest"))
-        yield
 
 
 def _exact(twin: EagerTwin, module: Any, batch: Mapping[str, Any]) -> _Tensors:
@@ -210,7 +207,7 @@ def _traced_exact(twin: EagerTwin, module: Any, batch: Mapping[str, Any]) -> _Te
     """Return every tensor that the traced step computes in float64; empty if that raises any error."""
     wide = {key: value.astype(np.float64) if value.dtype.kind == "f" else value for key, value in batch.items()}
     try:
-        with _on_host():
+        with on_host():
             return _of_torch(twin, twin.run_traced(module, wide, double=True))
     except Exception:  # the step fixes float32 somewhere and fails on float64
         return {}
@@ -232,16 +229,17 @@ def _compare(actual: _Tensors, wanted: _Tensors, exact: _Tensors | None = None) 
         if one is None or other is None or one.shape != other.shape:
             differences.append(EagerDifference(kind, name, math.inf, TOLERANCE))
             continue
-        scale, allowed = _largest(other), TOLERANCE
+        scale, allowed, is_zero = _largest(other), TOLERANCE, False
         true = (exact or {}).get((kind, name))
         if other.dtype.kind not in "fc":
             allowed = 0.0
         elif true is not None and true.shape == other.shape:
             noise = min(FACTOR * _distance(other, true), MOST * families[kind])
             allowed = max(TOLERANCE, _share(noise, scale))
+            is_zero = _distance(other, true) >= ZERO * scale > 0
         elif exact is not None and scale < NOISE * families[kind]:
             scale = families[kind]
-        differences.append(EagerDifference(kind, name, _share(_distance(one, other), scale), allowed))
+        differences.append(EagerDifference(kind, name, _share(_distance(one, other), scale), allowed, is_zero))
     return differences
 
 
@@ -279,6 +277,7 @@ def eager_figures(check: EagerCheck) -> dict[str, Any]:
         "agrees": check.agrees,
         "compared": check.compared,
         "worst": None if worst is None else _figures(worst),
+        "zeros": list(check.zeros),
         "form": check.form,
         "skipped": check.skipped,
         "differences": [_figures(each) for each in check.differences],

@@ -19,8 +19,16 @@ from autoshard.exec.hlo.compiled_collectives import (
     wire_by_axis,
 )
 from autoshard.exec.hlo.hlo_text import module_name
-from autoshard.exec.run.check_inputs import UNDEFINED, drops_nan, edge_arguments, noise_floor, rounding_floor
+from autoshard.exec.run.check_inputs import (
+    UNDEFINED,
+    drops_nan,
+    edge_arguments,
+    narrow_rounding,
+    noise_floor,
+    rounding_floor,
+)
 from autoshard.exec.run.eager_check import EagerCheck, check_eager, eager_figures
+from autoshard.exec.run.exact_step import exact_floor
 from autoshard.exec.run.planned_steps import PlannedStep, failure, first_arguments, host_copy, place_copy
 from autoshard.exec.run.profiled_collectives import CollectiveTimes, time_collectives
 from autoshard.exec.run.result_check import Check, compare
@@ -232,6 +240,8 @@ def _verdict(
     noise, why = noise_floor(program, run, leaves, unplanned, enough)
     if not enough(noise):
         noise = rounding_floor(program, run, leaves, unplanned, noise, enough)
+    if not enough(noise):
+        noise = exact_floor(program, made, unplanned, noise, narrow_rounding(program) > 0)
     return judged(noise, why)
 
 
@@ -374,6 +384,9 @@ def measurement_figures(measurement: Measurement) -> dict[str, Any]:
         figures["floor"] = max((d.floor for d in measurement.check.differences), default=0.0)
         figures["floor_note"] = measurement.check.floor_note
         figures["worst"] = worst.name if worst is not None else ""
+        figures["worst_rel_diff"] = worst.rel_diff if worst is not None else 0.0
+        figures["worst_allowed"] = figures["tolerance"] if worst is None else worst.allowed(figures["tolerance"])
+        figures["noise"] = [d.name for d in measurement.check.differences if d.is_noise and d is not worst]
         figures["differences"] = [
             {"name": d.name, "rel_diff": d.rel_diff, "compared": d.compared, "floor": d.floor}
             for d in measurement.check.differences
@@ -391,4 +404,6 @@ def _edge_figures(check: Check | None) -> dict[str, Any] | None:
         "passed": check.passed,
         "max_rel_diff": check.max_rel_diff,
         "worst": worst.name if worst is not None else "",
+        "worst_rel_diff": worst.rel_diff if worst is not None else 0.0,
+        "worst_allowed": check.tolerance if worst is None else worst.allowed(check.tolerance),
     }

@@ -48,7 +48,16 @@ class Difference:
 
     def within(self, tolerance: float) -> bool:
         """Return True if the difference is at most `tolerance`, or `FACTOR` times the noise of the unplanned step."""
-        return self.rel_diff <= max(tolerance, FACTOR * self.floor)
+        return self.rel_diff <= self.allowed(tolerance)
+
+    def allowed(self, tolerance: float) -> float:
+        """Return the largest difference that passes: `tolerance`, or `FACTOR` times the noise of the unplanned step."""
+        return max(tolerance, FACTOR * self.floor)
+
+    @property
+    def is_noise(self) -> bool:
+        """True if the result is noise as a whole: the unplanned step itself differs by half of its maximum."""
+        return FACTOR * self.floor >= 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,8 +83,11 @@ class Check:
 
     @property
     def worst(self) -> Difference | None:
-        """The largest difference that exceeds its limit, else the largest one; None if there are no results."""
-        return max(self.differences, key=lambda d: (not d.within(self.tolerance), d.rel_diff), default=None)
+        """The largest difference that exceeds its limit, else the largest one of a result that is more than noise; None
+        if there are no results.
+        """
+        limit = self.tolerance
+        return max(self.differences, key=lambda d: (not d.within(limit), not d.is_noise, d.rel_diff), default=None)
 
 
 def default_tolerance(program: Program) -> float:

@@ -2,7 +2,7 @@
 
 A training step computes what the module computes after `module.train()`, less its dropout. Random numbers are those of
 one seed in every planned step. A class that draws some in training alone (stochastic depth, say) therefore stays in
-evaluation mode, with a note, and is refused if it updates buffers in training.
+evaluation mode, with a note. It is refused if it updates buffers in training.
 """
 
 import contextlib
@@ -83,12 +83,12 @@ class ModuleMode:
             return
         import numpy as np
 
-        before = random.getstate(), np.random.get_state()
+        before = random.getstate(), np.random.get_state(legacy=False)
         try:
             with _noiseless_type()(self):
                 yield
         finally:
-            states = before[0] != random.getstate(), before[1][2:] != np.random.get_state()[2:]
+            states = before[0] != random.getstate(), str(before[1]) != str(np.random.get_state(legacy=False))
             if any(states):
                 # One seed chooses for every trace, so that plans are deterministic.
                 random.setstate(before[0])
@@ -110,7 +110,7 @@ class ModuleMode:
                     del self.quiet[kind]
                     self.drawn[place] = kind
                     return
-                if owner.training and reads_training(kind):
+                if getattr(owner, "training", False) and reads_training(kind):
                     if place not in self.always:
                         self.drawn[place] = kind
                     return
@@ -129,8 +129,8 @@ class ModuleMode:
             if not drawn and kind in self.quiet:
                 raise UserError(
                     f"`{label}` could not be lowered: in training `{kind.__name__}` updates its buffer `{name}` and "
-                    f"draws random numbers{self.quiet[kind]}, which would be the same ones in every planned step: "
-                    "draw them outside of the step and give them as an input, or put this module in evaluation mode."
+                    f"draws random numbers{self.quiet[kind]}. Every planned step would draw the same ones: give them "
+                    "as an input, or put this module in evaluation mode."
                 )
         for place, kind in drawn.items():
             if place in self.always:

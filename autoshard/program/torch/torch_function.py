@@ -253,9 +253,13 @@ class TorchFunction:
 
     @property
     def drops_tokens(self) -> bool:
-        """True if the module has experts, and their form of dispatch may have no free slot for some tokens."""
+        """True if the module has experts of transformers, and their form of dispatch may have no free slot for some
+        tokens. The dispatch of other modules is their own code.
+        """
         form = self.experts or ExpertForm()
-        return form.limited and any(hasattr(child, "experts") for child in self.module.modules())
+        kinds = {type(child) for child in self.module.modules() if hasattr(child, "experts")}
+        names = {base.__module__.partition(".")[0] for kind in kinds for base in kind.__mro__}
+        return form.limited and "transformers" in names
 
     @contextlib.contextmanager
     def as_eager(self, wide: bool) -> Iterator[None]:

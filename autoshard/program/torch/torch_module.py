@@ -67,8 +67,8 @@ def from_torch(
     - `dtype`: compute dtype. Parameters are cast to it where they are used, and float inputs too; targets stay.
     - `param_dtype`, `state_dtype`: dtype of the stored parameters, and of the optimizer's moments.
     - `cast_inputs`: False leaves inputs uncast; torch then promotes the other operands to the dtype of the inputs.
-    - `batch_statistics`: let all batch norms use and update running statistics, or none (default: in training, those
-      that the user did not put into evaluation mode).
+    - `batch_statistics`: let all batch norms use and update running statistics, or none. By default those of a training
+      step do, unless the user put them into evaluation mode.
     - `scan`: False unrolls repeated layers.
     - `remat`: `none`, `dots` or `full`, optionally with values, such as `full,keep=q_proj/k_proj,offload=input`. `keep`
       saves on the device, `offload` in the host's memory. `full:20+none` gives the first 20 layers another policy.

@@ -1,7 +1,7 @@
 """Reports of measurements and refinements on a terminal."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -46,7 +46,7 @@ def measurement_report(plan: Plan, figures: Mapping[str, Any]) -> RenderableType
         parts += [Text(), Text(clean(figures["check_skipped"], 400), style="yellow")]
     if "max_rel_diff" in figures:
         parts += [Text(), _check(figures)]
-        parts += [_edge(name, edge, figures["tolerance"]) for name, edge in figures["edges"].items()]
+        parts += [_edge(name, edge) for name, edge in figures["edges"].items()]
     return Group(*parts)
 
 
@@ -77,13 +77,20 @@ def _eager(figures: Mapping[str, Any]) -> Text:
         words += f"; the largest difference is {worst['rel_diff']:.1e} of a tensor's maximum ({name})"
     if worst is not None and not passed:
         words += f", and {worst['allowed']:.0e} is allowed"
+    if figures["zeros"]:
+        words += f"; {_listed(figures['zeros'])} zero but for rounding, in both"
     text.append(words, style="not bold default")
     if figures["form"]:
         text.append(f"; compared in this form: {clean(figures['form'])}", style="not bold default")
     return text
 
 
-def _edge(name: str, figures: Mapping[str, Any] | None, tolerance: float) -> Text:
+def _listed(names: Sequence[str]) -> str:
+    """Return the first name, with the number of others and a verb, such as `a and 2 more are`."""
+    return clean(names[0]) + (f" and {len(names) - 1} more are" if len(names) > 1 else " is")
+
+
+def _edge(name: str, figures: Mapping[str, Any] | None) -> Text:
     """Return the verdict of the comparison with edge values among the arguments; `name` describes the values.
 
     Without `figures` the values were not compared.
@@ -95,7 +102,8 @@ def _edge(name: str, figures: Mapping[str, Any] | None, tolerance: float) -> Tex
     text = Text("AGREES" if passed else "DIFFERS", style="bold green" if passed else "bold red")
     words = f" with {name} among the arguments"
     if not passed:
-        words += f": by {figures['max_rel_diff']:.1e} at {clean(figures['worst'])}; {tolerance:.0e} is allowed"
+        words += f": by {figures['worst_rel_diff']:.1e} at {clean(figures['worst'])}"
+        words += f"; {figures['worst_allowed']:.0e} is allowed there"
     text.append(words, style="not bold default")
     return text
 
@@ -104,17 +112,15 @@ def _check(figures: Mapping[str, Any]) -> Text:
     """Return the verdict of the comparison with the unplanned run, and the differences that are allowed."""
     passed = figures["passed"]
     text = Text("AGREES" if passed else "DIFFERS", style="bold green" if passed else "bold red")
-    text.append(
-        f" with the unplanned run: the largest difference is {figures['max_rel_diff']:.1e} of a tensor's maximum "
-        f"(at {clean(figures['worst'])}); {figures['tolerance']:.0e} is allowed",
-        style="not bold default",
-    )
-    if figures.get("floor"):
-        text.append(
-            f"; with its examples in another order the unplanned step itself differs by up to {figures['floor']:.1e}, "
-            "and twice that of each tensor is allowed",
-            style="not bold default",
-        )
+    allowed = figures["worst_allowed"]
+    words = f" with the unplanned run: {'the largest' if passed else 'a'} difference is "
+    words += f"{figures['worst_rel_diff']:.1e} of a tensor's maximum (at {clean(figures['worst'])}); "
+    words += f"{allowed:.0e} is allowed there"
+    if allowed > figures["tolerance"]:
+        words += ", twice the rounding of the unplanned step itself"
+    if figures["noise"]:
+        words += f"; {_listed(figures['noise'])} rounding noise alone, in both"
+    text.append(words, style="not bold default")
     if figures.get("floor_note"):
         text.append(f"; no more, since {clean(figures['floor_note'], 200)}", style="not bold default")
     return text
