@@ -1,4 +1,4 @@
-"""Writers of export forms, which the files of this folder declare."""
+"""Writers of export forms, which the files of this folder and of those in it declare."""
 
 import dataclasses
 import importlib
@@ -49,6 +49,6 @@ def writer_of(form: Form) -> FormWriter:
     """
     if form.name not in _WRITERS:
         folder = importlib.import_module(__package__ or "")
-        for file in pkgutil.iter_modules(folder.__path__):
-            importlib.import_module(f"{folder.__name__}.{file.name}")
+        for file in pkgutil.walk_packages(folder.__path__, f"{folder.__name__}."):
+            importlib.import_module(file.name)
     return _WRITERS[form.name]

@@ -14,7 +14,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env  # noqa: E402
 import autoshard  # noqa: E402
 from autoshard.errors import FormError  # noqa: E402
 from autoshard.exports import export_plan  # noqa: E402
-from autoshard.exports.accelerate_settings import accelerate_text  # noqa: E402
+from autoshard.exports.torch_forms.accelerate_settings import accelerate_text  # noqa: E402
 from autoshard.planning import Plan, Spec  # noqa: E402
 from autoshard.program import Program, open_source  # noqa: E402
 

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.graph import Op, OpClass
-from autoshard.planning.price.evaluate import cluster_names, tensor_spec
+from autoshard.planning.price.evaluate import tensor_spec
+from autoshard.planning.price.reshard_times import cluster_names
 from autoshard.planning.record.plan_parts import Activation, ParameterUse
 from autoshard.planning.record.spec import Spec, is_stacked
 from autoshard.planning.space.decision_model import Model

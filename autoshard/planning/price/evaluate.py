@@ -18,7 +18,14 @@ from autoshard.graph import LEAST_ROWS, TO_HOST
 from autoshard.planning.price.device_memory import LiveBuffer, collective_buffers, gathered_copies, reserve
 from autoshard.planning.price.heap_placement import heap_holes, written_by_collectives
 from autoshard.planning.price.on_chip_memory import on_chip_room, without_on_chip
-from autoshard.planning.price.reshard_times import ReshardTime, reshard_overlap, reshard_time
+from autoshard.planning.price.reshard_times import (
+    ReshardTime,
+    cluster_names,
+    reshard_cause,
+    reshard_line,
+    reshard_overlap,
+    reshard_time,
+)
 from autoshard.planning.price.softmax_credit import uncharged_bytes
 from autoshard.planning.price.sparse_core_rows import OFFLOADING, with_gathered_rows
 from autoshard.planning.record.plan_parts import Collective
@@ -227,52 +234,6 @@ def argument_bytes_on_host(model: Model, choices: NDArray[np.int64]) -> dict[Rol
             local = tensor_spec(model, choices, tensor).local_shape(argument.shape, sizes)
             size_of_role[argument.role] += math.prod(local) * model.graph.tensors[tensor].itemsize
     return size_of_role
-
-
-def cluster_names(model: Model) -> dict[int, str]:
-    """Return by cluster the name of its first argument; other clusters have no entry.
-
-    An argument with which a loop begins also names the cluster of the loop's carried tensor, unless that has an
-    argument of its own.
-    """
-    arguments = {model.graph.arguments[i]: a.name for i, a in enumerate(model.program.arguments)}
-    carried = {
-        model.structure.cluster_of[carry.body]: arguments[carry.init]
-        for loop in model.graph.loops
-        for carry in reversed(loop.carries)
-        if carry.init in arguments
-    }
-    return carried | {
-        number: arguments[tensor]
-        for number, cluster in enumerate(model.structure.clusters)
-        if (tensor := next((t for t in cluster.tensors if t in arguments), None)) is not None
-    }
-
-
-def reshard_cause(model: Model, reshard: Reshard, named: dict[int, str]) -> str:
-    """Return the name of the resharded tensor: the argument behind it, else its own, else the op that computes it.
-
-    An unnamed result of a heavy op has the name of its cluster. `named` is the result of `cluster_names`.
-    """
-    node = model.nodes[reshard.source]
-    if node.kind == "copy":
-        node = model.nodes[model.cluster_node[model.structure.cluster_of[node.ref]]]
-    end = model.nodes[reshard.target]
-    if node.kind == "op" and end.kind == "cluster" and end.name and not model.graph.tensors[reshard.tensor].name:
-        return end.name
-    for side in (node, end):
-        if side.kind == "cluster" and side.ref in named:
-            return named[side.ref]
-    return model.graph.tensors[reshard.tensor].name or node.name
-
-
-def reshard_line(model: Model, reshard: Reshard) -> str:
-    """Return the source line of the op that the tensor enters or leaves, else of the op that computes it; empty if
-    neither has one.
-    """
-    ops = model.graph.ops
-    maker = model.graph.tensors[reshard.tensor].producer
-    return next((ops[op].line for op in (reshard.op, maker) if op >= 0 and ops[op].line), "")
 
 
 def memory_events(model: Model, choices: NDArray[np.int64]) -> list[tuple[int, int, str]]:

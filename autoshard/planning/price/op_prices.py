@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from autoshard.cost import TRAFFIC, WORK, Charge, Compute
 from autoshard.graph import OpClass
-from autoshard.planning.price.evaluate import cluster_names
+from autoshard.planning.price.reshard_times import cluster_names
 from autoshard.planning.price.step_ledger import Ledger, LedgerRow, Place
 from autoshard.planning.record.plan_parts import Collective, PlannedOp
 from autoshard.planning.record.spec import pattern

@@ -96,3 +96,49 @@ def _reshard_time_of(path: Path, collectives: Collectives) -> ReshardTime:
             priced_steps.append((step.kind, axes, size, float(collectives.time(step.kind, axes, size))))
     relayout = relayouts(path, collectives).at(0, 0)
     return ReshardTime(tuple(priced_steps), relayout, relayout.any())
+
+
+def cluster_names(model: Model) -> dict[int, str]:
+    """Return by cluster the name of its first argument; other clusters have no entry.
+
+    An argument with which a loop begins also names the cluster of the loop's carried tensor, unless that has an
+    argument of its own.
+    """
+    arguments = {model.graph.arguments[i]: a.name for i, a in enumerate(model.program.arguments)}
+    carried = {
+        model.structure.cluster_of[carry.body]: arguments[carry.init]
+        for loop in model.graph.loops
+        for carry in reversed(loop.carries)
+        if carry.init in arguments
+    }
+    return carried | {
+        number: arguments[tensor]
+        for number, cluster in enumerate(model.structure.clusters)
+        if (tensor := next((t for t in cluster.tensors if t in arguments), None)) is not None
+    }
+
+
+def reshard_cause(model: Model, reshard: Reshard, named: dict[int, str]) -> str:
+    """Return the name of the resharded tensor: the argument behind it, else its own, else the op that computes it.
+
+    An unnamed result of a heavy op has the name of its cluster. `named` is the result of `cluster_names`.
+    """
+    node = model.nodes[reshard.source]
+    if node.kind == "copy":
+        node = model.nodes[model.cluster_node[model.structure.cluster_of[node.ref]]]
+    end = model.nodes[reshard.target]
+    if node.kind == "op" and end.kind == "cluster" and end.name and not model.graph.tensors[reshard.tensor].name:
+        return end.name
+    for side in (node, end):
+        if side.kind == "cluster" and side.ref in named:
+            return named[side.ref]
+    return model.graph.tensors[reshard.tensor].name or node.name
+
+
+def reshard_line(model: Model, reshard: Reshard) -> str:
+    """Return the source line of the op that the tensor enters or leaves, else of the op that computes it; empty if
+    neither has one.
+    """
+    ops = model.graph.ops
+    maker = model.graph.tensors[reshard.tensor].producer
+    return next((ops[op].line for op in (reshard.op, maker) if op >= 0 and ops[op].line), "")

@@ -13,11 +13,17 @@ from numpy.typing import NDArray
 
 from autoshard.cost import Charge
 from autoshard.graph import Op, OpClass
-from autoshard.planning.price.evaluate import cluster_names, reshard_cause, reshard_line, tensor_spec
+from autoshard.planning.price.evaluate import tensor_spec
 from autoshard.planning.price.node_prices import streams
 from autoshard.planning.price.recorded_compute import RecordedCompute
 from autoshard.planning.price.reshard_paths import Relayouts
-from autoshard.planning.price.reshard_times import reshard_overlap, reshard_time
+from autoshard.planning.price.reshard_times import (
+    cluster_names,
+    reshard_cause,
+    reshard_line,
+    reshard_overlap,
+    reshard_time,
+)
 from autoshard.planning.price.softmax_credit import uncharged_bytes
 from autoshard.planning.space.decision_model import EXPOSED, HOST, Channel, Model, Node, Reshard, link_names
 from autoshard.planning.space.op_models import FOLDED_OPS, heavy_seconds

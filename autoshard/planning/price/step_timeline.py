@@ -9,7 +9,8 @@ from collections import defaultdict
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.planning.price.evaluate import cluster_names, live_buffers
+from autoshard.planning.price.evaluate import live_buffers
+from autoshard.planning.price.reshard_times import cluster_names
 from autoshard.planning.price.step_ledger import Ledger
 from autoshard.planning.record.plan_parts import HeldTensors, Span, Timeline
 from autoshard.planning.record.spec import pattern

@@ -7,7 +7,7 @@ from autoshard.cost import Topology
 from autoshard.errors import FormError, UserError
 from autoshard.exports.export_text import head, unpinned
 from autoshard.exports.form_writers import writes
-from autoshard.exports.parallel_styles import batch_and_tensor_axes, check_axes
+from autoshard.exports.torch_forms.parallel_styles import batch_and_tensor_axes, check_axes
 from autoshard.planning import Plan, planned_remat
 from autoshard.program import Program
 

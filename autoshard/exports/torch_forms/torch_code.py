@@ -2,8 +2,8 @@
 
 from autoshard.exports.export_text import head, order_text, table, unpinned
 from autoshard.exports.form_writers import writes
-from autoshard.exports.torch_recipe import recipe_lacks
-from autoshard.exports.whole_calls import WHOLE_CALLS, WHOLE_IMPORTS, WHOLE_SENTENCE
+from autoshard.exports.torch_forms.torch_recipe import recipe_lacks
+from autoshard.exports.torch_forms.whole_calls import WHOLE_CALLS, WHOLE_IMPORTS, WHOLE_SENTENCE
 from autoshard.planning import Plan, Spec, dims_by_axis, is_stacked, layer_spec, module_pattern, spec_text
 
 

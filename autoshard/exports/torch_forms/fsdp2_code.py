@@ -5,10 +5,10 @@ import math
 from autoshard.errors import FormError
 from autoshard.exports.export_text import head, table, unpinned
 from autoshard.exports.form_writers import writes
-from autoshard.exports.parallel_styles import batch_and_tensor_axes, check_axes, split_by, split_together
-from autoshard.exports.torch_code import plan_inputs, plan_parameters
-from autoshard.exports.torch_recipe import mixed_code, recipe_lacks, recompute_code
-from autoshard.exports.whole_calls import WHOLE_CALLS, WHOLE_IMPORTS, WHOLE_SENTENCE
+from autoshard.exports.torch_forms.parallel_styles import batch_and_tensor_axes, check_axes, split_by, split_together
+from autoshard.exports.torch_forms.torch_code import plan_inputs, plan_parameters
+from autoshard.exports.torch_forms.torch_recipe import mixed_code, recipe_lacks, recompute_code
+from autoshard.exports.torch_forms.whole_calls import WHOLE_CALLS, WHOLE_IMPORTS, WHOLE_SENTENCE
 from autoshard.planning import Plan, Spec, module_pattern
 
 

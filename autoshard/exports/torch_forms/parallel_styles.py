@@ -5,8 +5,8 @@ import math
 from collections.abc import Collection, Mapping
 
 from autoshard.errors import FormError, UserError
-from autoshard.exports.style_trial import unproven_parents
-from autoshard.exports.torch_code import plan_inputs, plan_parameters
+from autoshard.exports.torch_forms.style_trial import unproven_parents
+from autoshard.exports.torch_forms.torch_code import plan_inputs, plan_parameters
 from autoshard.planning import ParameterUse, Plan, Spec, is_stacked, stack_names
 from autoshard.program import Program
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from autoshard.errors import FormError
-from autoshard.exports.parallel_styles import (  # fmt: skip
+from autoshard.exports.torch_forms.parallel_styles import (  # fmt: skip
     COLUMNS_LAST,
     HEADS,
     Layers,

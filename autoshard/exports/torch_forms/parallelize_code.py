@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from autoshard.errors import FormError
 from autoshard.exports.export_text import head, table, unpinned
 from autoshard.exports.form_writers import writes
-from autoshard.exports.parallel_styles import COLUMNS_LAST, GATHERED, check_axes, read_styles, sizes
-from autoshard.exports.torch_recipe import mixed_code, recipe_lacks, recompute_code
-from autoshard.exports.transformers_styles import read_transformers
+from autoshard.exports.torch_forms.parallel_styles import COLUMNS_LAST, GATHERED, check_axes, read_styles, sizes
+from autoshard.exports.torch_forms.torch_recipe import mixed_code, recipe_lacks, recompute_code
+from autoshard.exports.torch_forms.transformers_styles import read_transformers
 from autoshard.planning import Plan
 from autoshard.program import Program
 
