@@ -282,8 +282,10 @@ class Reader:
         """Return the bytes written for a result `op` of a fused computation: only its updates if a parameter stores it.
         The rows of a scatter are read too.
 
-        A returned parameter writes 0 bytes, and any other value is written whole.
+        A returned parameter writes 0 bytes, and any other value is written whole. It has the layout of the result: a
+        value that the kernel only reshapes is not in memory.
         """
+        whole = op.padded_bytes
         while op.opcode in ("bitcast", "reshape") and op.operands[0] in computation.by_name:
             op = computation.by_name[op.operands[0]]
         if op.opcode in ("dynamic-update-slice", "scatter") and len(op.shapes) == 1:
@@ -303,7 +305,7 @@ class Reader:
                 outer = computation.by_name.get(op.operands[base]) if base is not None else None
                 filled = self._update(computation, outer) if outer is not None else 0
                 return filled + self._update(inner, inner.root)
-        return op.padded_bytes
+        return whole
 
 
 _MOVES = frozenset({"transpose", "copy", "reverse", "concatenate", "pad"})

@@ -36,7 +36,7 @@ from autoshard.planning.xla.axis_assignments import (
     local_elements,
     relabel,
 )
-from autoshard.planning.xla.partitioner_rules import Handling, handling
+from autoshard.planning.xla.partitioner_rules import Handling, handling, sliced_by_itself, united
 from autoshard.planning.xla.rewritten_sums import read_by_slices
 from autoshard.program import Program
 
@@ -395,9 +395,9 @@ class _Pricer(NodePricer):
             alias = ~holds[first_aim]
             # An alias must have the source's state; a copy with its own memory must have another one.
             forbidden = np.where(alias[None, :], ~same, same)
-        unasked = self.exchange.forbids(use.tensor, use.op, path.source, path.target)
-        if unasked is not None:
-            forbidden = unasked if forbidden is None else forbidden | unasked
+        ends_of_path = (use.op, path.source, path.target)
+        unasked = self.exchange.forbids(use.tensor, *ends_of_path)
+        forbidden = united(forbidden, unasked, sliced_by_itself(self.graph, *ends_of_path) if at_source else None)
         if costs or forbidden is not None:
             each = Reshard(
                 source, target, use.tensor, use.op, use.block, use.trips, overlap, rows, columns, costs, forbidden,

@@ -10,16 +10,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost import LANES
-from autoshard.graph import IN, OUT, FactorKind, Op, OpGraph, is_sum
+from autoshard.graph import IN, OUT, FactorKind, Op, OpGraph, is_sum, rounds_rows
 from autoshard.planning.space.call_models import CALL_MODELS, call_kind
 from autoshard.planning.space.dim_groups import factor_states
 from autoshard.planning.space.op_work import OpModel, OpWork, Side, matrix_seconds, no_memory, sides, streamed_seconds
 from autoshard.planning.xla.array_layouts import SORTS, cumulative_copies, scratch_itemsize
 from autoshard.planning.xla.axis_assignments import WHOLE, Seconds, local_elements, relabel
 from autoshard.planning.xla.image_layouts import shifted_images, shifted_span
-from autoshard.planning.xla.table_layouts import gathers_inner, table_copies
+from autoshard.planning.xla.table_layouts import Copies, gathers_inner, table_copies
 
 
+_ROOM = 0.75
+"""Share of on-chip memory within which a table is brought there: on v5e 96 of 128 MiB was, and 104 was not.
+
+So are results of scatters on chips with SparseCores: on v6e 80 MiB were there, and 104 were not.
+"""
 FOLDED_OPS = frozenset(
     {"slice", "concatenate", "pad", "reverse", "broadcast_in_dim", "reshape", "dynamic_update_slice", IN, OUT}
 )
@@ -41,10 +46,32 @@ def _scattered(op: Op) -> tuple[Side, Side]:
 def _gathered_bytes(work: OpWork, size: Seconds) -> Seconds:
     """Return the bytes of a gather, given those of its indices and results, [states].
 
-    TPU compilers write rows that are narrower than a register padded to it.
+    TPU compilers write rows of a table that has its rows in order in registers, padded if they are narrower.
     """
-    size = size + _row_bytes(work, work.op.operands[0], work.op.results[0]) + _padding_bytes(work)
-    return _relaid(work, size + _turned_bytes(work))
+    copies = table_copies(work.graph, work.op, work.states, work.axes, work.compute.topology)
+    size = size + _row_bytes(work, work.op.operands[0], work.op.results[0], copies) + _turned_bytes(work)
+    if copies is None:
+        return size + _padding_bytes(work)
+    return size + np.where(copies.in_order, _padding_bytes(work), 0.0) + copies.traffic + _masked_bytes(work)
+
+
+def _masked_bytes(work: OpWork) -> Seconds:
+    """Return the bytes of the kernels that clear rows of other shards before rows are summed on TPUs, [states].
+
+    The rows are written in float32 if they are rounded after the sum. A copy brings them into the layout of the sum,
+    and a select clears those whose index another shard has. Every other value that these kernels read and write is on
+    the chip if it fits, and all are if two fit. Seen on v5e in rows of 60 to 768 MiB.
+    """
+    graph, op, rule = work.graph, work.op, work.op.rule
+    assert rule is not None
+    table, found = ({f for dim in side for f in dim} for side in (rule.operands[0], rule.results[0]))
+    record = graph.tensors[op.results[0]]
+    written = record.itemsize if not rounds_rows(graph, op) else 4
+    local = local_elements(factor_states(work.states, rule.results[0]), record.shape, work.axes)
+    near, room = local * written, work.residency.room
+    size = np.where(near <= room / 2, 0.0, np.where(near <= room, 2.0, 4.0)) * near
+    split = np.isin(work.states, list(table - found)).any(axis=1)
+    return np.where(split, size + local * (written - record.itemsize), 0.0)
 
 
 def _turned_bytes(work: OpWork) -> Seconds:
@@ -70,18 +97,21 @@ def _scattered_bytes(work: OpWork, size: Seconds) -> Seconds:
     """Return the bytes of a scatter, given those of its indices, updates and results, [states].
 
     Rows are read and written, as XLA's `HloCostAnalysis` counts. TPU compilers sort the indices, and read the updates
-    row by row in that order.
+    row by row in that order, unless they update the table in its compact layout.
     """
     op, updates = work.op, work.op.operands[-1]
-    rows = 2.0 * _row_bytes(work, op.results[0], updates)
+    copies = table_copies(work.graph, op, work.states, work.axes, work.compute.topology)
+    rows = 2.0 * _row_bytes(work, op.results[0], updates, copies)
     if work.compute.topology.traits.tiled and op.rule is not None:
         record = work.graph.tensors[updates]
         local = local_elements(factor_states(work.states, op.rule.operands[-1]), record.shape, work.axes)
         row, register = _local_row(work, op.rule.operands[-1]) * record.itemsize, float(LANES * record.itemsize)
         bursts, registers = (np.ceil(row / least) * least for least in (work.compute.burst_bytes, register))
         # The padding of rows to registers is part of the traffic of copies.
-        rows = rows + local * record.itemsize * np.maximum(bursts - registers, 0.0) / np.maximum(row, 1.0)
-    return _relaid(work, size + rows)
+        sorts = True if copies is None else copies.in_order
+        apart = np.where(sorts, np.maximum(bursts - registers, 0.0), 0.0)
+        rows = rows + local * record.itemsize * apart / np.maximum(row, 1.0)
+    return size + rows + (work.zeros if copies is None else copies.traffic)
 
 
 def _padding_bytes(work: OpWork) -> Seconds:
@@ -100,26 +130,30 @@ def _padding_bytes(work: OpWork) -> Seconds:
 def _local_row(work: OpWork, dims: tuple[tuple[int, ...], ...]) -> Seconds:
     """Return the local elements of one row that a gather or scatter reads, [states].
 
-    - `dims`: factors of the dims of the tensor with a place for each row.
+    - `dims`: factors of the dims of the tensor with a place for each row. Factors that indices have too select rows,
+      such as the features of stacked tables.
     """
     op, states = work.op, work.states
     assert op.rule is not None
-    copied = {f for dim in op.rule.operands[0] for f in dim} & {f for dim in dims for f in dim}
+    table, indices, found = ({f for dim in side for f in dim} for side in (*op.rule.operands[:2], dims))
+    copied = (table & found) - indices
     sizes = [size if f in copied else 1 for f, size in enumerate(op.rule.sizes)]
     return local_elements(np.where(np.isin(states, list(copied)), states, WHOLE), sizes, work.axes)
 
 
-def _row_bytes(work: OpWork, table: int, rows: int) -> Seconds:
+def _row_bytes(work: OpWork, table: int, rows: int, copies: Copies | None) -> Seconds:
     """Return the bytes of one pass over rows of a table, each in whole bursts of main memory, [states].
 
-    A table that is on the chip has no bursts, and its bytes count as `Residency.streamed` says. TPU compilers bring a
-    table there if it fits, with rows padded to whole registers, and if its rows are more bytes. Seen on v5e for experts
-    by capacity and for segment sums: tables of 16 and 64 MiB, but none of 128. If several cores are one device, tables
-    stay in main memory, which alone the cores share: 8 and 32 MiB on v5p, 32 MiB on v4. The result is 0 for an op
-    without a rule.
+    A table on the chip has no bursts, and its bytes count as `Residency.streamed` says. TPU compilers bring a table
+    there if it fits (`_ROOM`), and if it is fewer bytes than the bursts of its rows. A table with a copy has the layout
+    of the copy there. The result of a scatter is there if it fits. Seen on v5e for experts by capacity, segment sums
+    and embedding tables of 8 to 240 MiB. If several cores are one device, tables stay in main memory, which alone the
+    cores share: 8 and 32 MiB on v5p, 32 MiB on v4. The result is 0 for an op without a rule.
 
     - `table`: tensor that contains the rows.
     - `rows`: operand or result of a gather or scatter with one place for each row that is read or written.
+    - `copies`: copies of the table in other layouts; None for an op that has none. The result includes writing the
+      copy of the table itself.
     """
     graph, op, states, axes = work.graph, work.op, work.states, work.axes
     if op.rule is None:
@@ -130,22 +164,24 @@ def _row_bytes(work: OpWork, table: int, rows: int) -> Seconds:
     local = local_elements(factor_states(states, dims[rows]), record.shape, axes) * record.itemsize
     whole = local_elements(factor_states(states, dims[table]), held.shape, axes) * held.itemsize
     residency, burst = work.residency, work.compute.burst_bytes
+    far = local * np.ceil(row / burst) * burst / np.maximum(row, 1.0)
+    copied = work.zeros if copies is None else copies.copied
     chip = work.compute.topology.chip
     if chip.cores_per_chip > chip.devices_per_chip:
-        return local * np.ceil(row / burst) * burst / np.maximum(row, 1.0)
+        return far + copied
     near = residency.streamed(table, whole) / np.maximum(whole, 1.0)
+    stays = near < 1.0
     if residency.ratio:
         register = LANES * record.itemsize
         padded = np.ceil(row / register) * register / np.maximum(row, 1.0)
-        brought = np.where(local >= whole, padded / residency.ratio, near)
-        near = np.where(whole * padded <= residency.room, brought, 1.0)
-    return local * np.where(near < 1.0, near, np.ceil(row / burst) * burst / np.maximum(row, 1.0))
-
-
-def _relaid(work: OpWork, size: Seconds) -> Seconds:
-    """Return `size`, the bytes of a gather or scatter, plus the traffic of copies in other layouts, [states]."""
-    copies = table_copies(work.graph, work.op, work.states, work.axes, work.compute.topology)
-    return size if copies is None else size + copies.traffic
+        laid_out = whole * padded if copies is None else copies.table
+        made = op.kind == "scatter" and chip.sparse_core_collectives == "none"
+        fits = laid_out <= (residency.room if made else _ROOM * chip.vmem_bytes)
+        brought = fits & (far >= laid_out) if op.kind == "gather" else fits
+        near = np.where(brought, laid_out / np.maximum(whole, 1.0) / residency.ratio, near)
+        stays = fits & (brought | stays)
+        copied = np.where(stays, copied / residency.ratio, copied)
+    return np.where(stays, local * near, far) + copied
 
 
 def _table_memory(work: OpWork) -> list[tuple[int, int, Seconds]]:

@@ -12,9 +12,10 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoshard.graph import FactorKind, Op, OpGraph
-from autoshard.planning.xla.axis_assignments import States, local_elements
+from autoshard.planning.xla.axis_assignments import WHOLE, States, local_elements
 from autoshard.planning.xla.spatial_splits import Inner, halo_exchanges, shifts
 
 
@@ -204,3 +205,28 @@ def _crossing(op: Op, size: int, parts: int) -> float:
     rows = -(-size // parts)
     # A roll by `shift` is one by `size - shift` in the other direction, and a shard sends at most all of its rows.
     return min(op.shift, size - op.shift, rows) / rows
+
+
+def sliced_by_itself(graph: OpGraph, op: int, source: States, target: States) -> NDArray[np.bool_] | None:
+    """Return a mask of pairs in which a scatter's whole result is sliced, [source states, target states], or None.
+
+    The partitioner gives a scatter the sharding of its result, and splits the rows or columns of the table itself. The
+    state that splits them has the same indices and updates. Pairs are in the mask only if the op has that state. Seen
+    on v5e in gradients of embedding tables whose plan had them whole.
+
+    - `op`: id of the op that the value leaves; None is returned for ops of other kinds.
+    - `source`, `target`: states of the result before and after, [states, axes].
+    """
+    if graph.ops[op].kind != "scatter":
+        return None
+    sliced = (source[:, None, :] == WHOLE) & (target[None, :, :] >= 0)
+    split = np.where(sliced, target[None, :, :], source[:, None, :])
+    known = (split[:, :, None, :] == source[None, None, :, :]).all(axis=3).any(axis=2)
+    pairs: NDArray[np.bool_] = sliced.any(axis=2) & known
+    return pairs if pairs.any() else None
+
+
+def united(*masks: NDArray[np.bool_] | None) -> NDArray[np.bool_] | None:
+    """Return the pairs that any of the masks has; None if all masks are None."""
+    given = [mask for mask in masks if mask is not None]
+    return np.logical_or.reduce(given) if given else None

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost import LANES, Topology, tile_padding
-from autoshard.graph import Op, OpClass, OpGraph
+from autoshard.graph import Op, OpClass, OpGraph, rounds_rows
 from autoshard.planning.xla.axis_assignments import WHOLE, Seconds, States, local_elements, relabel
 
 
@@ -33,8 +33,11 @@ _LOOPED = 5.0
 """Passes over a gradient whose features a scatter has joined: 2 of a reshape, and 3 of a loop.
 
 The loop moves one feature and column at a time through on-chip memory. Compiled for v5e: 7 tables of 1,048,576 rows of
-16 columns, AdamW.
+16 columns, AdamW; 9 and 12 of 16 columns; 10 to 15 of 4 columns in bfloat16. A reshape alone moves columns in words of
+4 bytes that do not fill a tile: 7 to 15 tables of 4 columns in float32.
 """
+_WORD = 4
+"""Bytes of a word, of which a row of lanes consists."""
 
 
 class Table(NamedTuple):
@@ -48,8 +51,14 @@ class Table(NamedTuple):
 class Copies(NamedTuple):
     """Copies of one gather or scatter in other layouts, in every state."""
 
+    in_order: NDArray[np.bool_]
+    """True where the rows of the table lie one after the other, each along the lanes, [states]."""
+    table: Seconds
+    """Bytes of the table in the layout in which the op reads or updates it, [states]."""
+    copied: Seconds
+    """Bytes of the table if that layout is a copy's, else 0, [states]."""
     traffic: Seconds
-    """Bytes that the copies move beyond those of operands and results, [states]."""
+    """Bytes that the copies move beyond those of operands and results, without those of `copied`, [states]."""
     held: tuple[tuple[int, int, Seconds], ...]
     """Bytes of each copy, [states], with the half-open range of ops during which it lives."""
 
@@ -57,6 +66,8 @@ class Copies(NamedTuple):
 class Update(NamedTuple):
     """Optimizer's update that elementwise ops compute from the result of a scatter."""
 
+    read: int
+    """First of its ops, which reads the gradient."""
     first: int
     """First of its ops that writes a result of the program."""
     last: int
@@ -64,6 +75,8 @@ class Update(NamedTuple):
     """Number of results of the program, such as a parameter and its momentum."""
     forms: int
     """Number of ops that read the gradient itself; each reads a form of its own."""
+    scaled: int
+    """Number of these ops that read no other tensor; they write their form apart, in the scatter's own shape."""
 
     @property
     def follows(self) -> bool:
@@ -123,33 +136,40 @@ def table_copies(graph: OpGraph, op: Op, states: States, axes: Sequence[int], to
     table = table_of(graph, op, topology)
     if table is None:
         return None
-    record = graph.tensors[table.tensor]
+    # Rows are rounded after they are read.
+    maker = graph.maker(table.tensor) if rounds_rows(graph, op) else None
+    record = graph.tensors[table.tensor if maker is None else maker.operands[0]]
     dims = local_dims(graph, op, 0, states, axes)
     columns = dims[table.rows :]
     shards = np.stack([math.prod(dims[: table.rows]), *columns], axis=1).astype(np.float64)
     own = shards.prod(axis=1) * record.itemsize
     ratio = tile_padding(shards, record.itemsize, in_order=True)
     # A shard whose rows in order need no more than the compact layout is stored like this.
-    relaid = ratio > tile_padding(shards, record.itemsize) * (1 + 1e-9)
+    compact = tile_padding(shards, record.itemsize)
+    relaid = ratio > compact * (1 + 1e-9)
     read = ratio * MAX_UNPADDED_COLUMNS < LANES
     if op.kind == "gather":
         padded = np.where(relaid & read, own * ratio, 0.0)
         held = [(op.id, op.id + 1, padded)]
-        traffic = np.where(padded > 0, padded + own, 0.0)
+        traffic = np.where(padded > 0, own, 0.0)
     else:
         relaid &= (ratio < 2) | (own * ratio <= _limit(topology)) | (len(columns) > 1)
         padded = np.where(relaid, own * ratio, 0.0)
         rows = np.where(relaid, _row_padding(graph, op, states, axes, columns[-1]), 0.0)
         held = [(op.id, op.id + 1, padded), (op.id, op.id + 1, rows)]
-        traffic = 2.0 * (padded + rows)
+        traffic = 2.0 * rows
         update = update_of(graph, op.results[0])
         if update is not None:
             features = math.prod(dims[: table.rows - 1], start=np.ones(len(states)))
             lone = (features == 1) & (update.follows | (read & (table.rows > 1)))
-            copied, moved = _updated(update, features, shards[:, 1:].prod(axis=1), own, padded, lone)
-            held.append((*update.span(), copied))
+            word = record.itemsize == _WORD
+            held_apart, moved = _updated(update, features, shards[:, 1:].prod(axis=1), own, padded, lone, word)
+            begin, end = update.span()
+            held.extend((update.read if early else begin, end, each) for each, early in held_apart)
             traffic += moved
-    return Copies(traffic, tuple(each for each in held if each[2].any()))
+    in_order = (padded > 0) | (ratio <= compact * (1 + 1e-9))
+    table_bytes = own * np.where(in_order, ratio, compact)
+    return Copies(in_order, table_bytes, padded, traffic, tuple(each for each in held if each[2].any()))
 
 
 def _limit(topology: Topology) -> float:
@@ -193,54 +213,75 @@ def _is_product(graph: OpGraph, tensor: int) -> bool:
 
 
 def _updated(
-    update: Update, features: Seconds, columns: Seconds, own: Seconds, padded: Seconds, lone: NDArray[np.bool_]
-) -> tuple[Seconds, Seconds]:
-    """Return the bytes of copies of gradients and updated parameters of a scatter, and their traffic, [states].
+    update: Update,
+    features: Seconds,
+    columns: Seconds,
+    own: Seconds,
+    padded: Seconds,
+    lone: NDArray[np.bool_],
+    word: bool,
+) -> tuple[list[tuple[Seconds, bool]], Seconds]:
+    """Return the bytes of each copy of gradients and updated parameters of a scatter, and their traffic, [states].
+
+    With each copy stands if it is written where the gradient is read, rather than where the update begins.
 
     The optimizer's update has the layout of the scatter, and its results are copied to that of the program. Three cases
-    were compiled for v5e (SGD, momentum and AdamW on 1 to 16 tables of 4 to 128 columns).
+    were compiled for v5e (SGD, momentum and AdamW on 1 to 17 tables of 4 to 128 columns).
 
     1. One table in padded rows, whose update `follows` the gradient: the parameter and each state have copies in padded
        rows before and after the update. So has one table of a stack that is gathered in padded rows. The parameter of a
        matrix does not: its gradient is copied instead.
     2. Several tables in padded rows: the results have their features inside of the columns.
-    3. Several tables in compact form: the scatter joins their rows. Unless features fill tiles, a loop separates them,
-       and the results have copies as in 2.
+    3. Several tables in compact form: the scatter joins their rows. Unless features fill tiles, a reshape and a loop
+       separate them, and the results have copies as in 2.
+
+    The results take the place of the gradients, unless a loop writes these.
 
     Columns that fill one row of tiles need no copies in 2 and 3, since the orders of both layouts are the same. Nor do
-    fewer columns, if features fill tiles too.
+    fewer columns, if features fill tiles too, or are at most 4.
 
     - `features`: local size of all dims of rows but the last.
     - `columns`: local number of columns.
     - `own`, `padded`: bytes of the shard and of its copy with padded rows.
     - `lone`: states of case 1, if the rows are padded.
+    - `word`: True for elements of 4 bytes.
     """
     joined = features > 1
     unaligned = features % _SUBLANES > 0
     narrow = padded == 0
-    same = (columns == _SUBLANES) | ((columns < _SUBLANES) & (~unaligned | np.isin(features, (2, 4))))
+    same = (columns == _SUBLANES) | ((columns < _SUBLANES) & (~unaligned | (features <= 4)))
     apart = joined & ~same & (columns % LANES > 0) & (~narrow | unaligned)
+    reshaped = narrow & (columns < _SUBLANES) & word
     # Results have as many features as fill the rows of a tile.
     rows = np.clip(2.0 ** np.ceil(np.log2(features)), 1, _SUBLANES)
     filled = own * np.ceil(features / rows) * rows / features
-    forms = np.where(joined, update.forms, 1.0)
-    results = update.results
-    overwritten = (update.first == update.last) & ~apart
-    held = np.where(apart, filled * (forms + results), own * (forms - overwritten))
-    # Scaled gradients are written and read, brought into place, and results are read and written once more.
-    placed = np.where(unaligned, np.where(narrow, _LOOPED, 2.0), 0.0)
-    traffic = np.where(joined & (apart | (forms > 1)), 2.0 * forms * own, 0.0)
-    traffic += np.where(apart, placed * forms * own + 2.0 * results * filled, 0.0)
+    forms, results = np.where(joined, update.forms, 1), update.results
+    scaled = np.where(joined, update.scaled, 0)
+    overwritten = (update.first == update.last) & ~apart & (scaled == 0)
+    looped = unaligned & narrow & ~reshaped
+    in_place = np.where(looped, 0, np.minimum(forms, results))
     # Copies of a lone table are written and read, before the update and after it.
     alone = lone & ~narrow
-    held = np.where(alone, (results + 1) * padded, held)
+    count = np.where(apart, forms + results - in_place, forms - overwritten)
+    count = np.where(alone, results + 1, count)
+    relaid, held = apart | alone, list[tuple[Seconds, bool]]()
+    for number in range(int(count.max())):
+        held.append((np.where(relaid & (count > number), np.where(alone, padded, filled), 0.0), False))
+        held.append((np.where(~relaid & (count > number), own, 0.0), True))
+    # The last form is read while the form that follows from it is written.
+    before = np.maximum(own - np.maximum(results - forms, 0) * filled, 0.0)
+    held.append((np.where(apart & reshaped & ~alone, before, 0.0), False))
+    # Scaled gradients are written and read, brought into place, and results are read and written once more.
+    placed = np.where(looped, _LOOPED, np.where(unaligned, 2.0, 0.0))
+    traffic = 2.0 * scaled * own
+    traffic += np.where(apart, placed * forms * own + 2.0 * results * filled, 0.0)
     return held, np.where(alone, 4.0 * results * padded, traffic)
 
 
 def update_of(graph: OpGraph, gradient: int) -> Update | None:
     """Return the update whose elementwise ops read a gradient; None if no result of the program follows from it."""
     shape, results = graph.tensors[gradient].shape, set(graph.results)
-    known, readers, written = {gradient}, set[int](), list[int]()
+    known, readers, scaling, written = {gradient}, set[int](), set[int](), list[int]()
     waiting = [gradient]
     while waiting:
         tensor = waiting.pop()
@@ -253,6 +294,8 @@ def update_of(graph: OpGraph, gradient: int) -> Update | None:
                 continue
             if tensor == gradient and not view:
                 readers.add(user.id)
+                if all(each == gradient or each in graph.generated for each in user.operands):
+                    scaling.add(user.id)
             if out in results and graph.tensors[out].shape == shape:
                 written.append(user.id)
             if out not in known:
@@ -260,7 +303,14 @@ def update_of(graph: OpGraph, gradient: int) -> Update | None:
                 waiting.append(out)
     if not written:
         return None
-    return Update(min(written), max(written), len(set(written)), max(1, len(readers)))
+    return Update(
+        min(readers, default=min(written)),
+        min(written),
+        max(written),
+        len(set(written)),
+        max(1, len(readers)),
+        len(scaling),
+    )
 
 
 _SAME_ELEMENTS = frozenset({"reshape", "convert", "sharding_constraint"})

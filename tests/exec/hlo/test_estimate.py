@@ -317,6 +317,18 @@ def test_a_scatter_in_a_fusion_of_its_own_fills_the_table_that_the_outer_fusion_
     assert found[1] == found[0] > 1024 * 512 * 4
 
 
+def test_a_fusion_writes_its_result_in_its_own_layout():
+    """Write rows of 8 elements that fill tiles, as v5e's gathers do, though the kernel reshapes padded ones."""
+    held = "bf16[4096,8]{0,1:T(8,128)(2,1)}"
+    inside = (
+        "%inside (p0: bf16[2,2048,8]) -> bf16[4096,8] {\n  %p0 = bf16[2,2048,8]{1,2,0:T(8,128)(2,1)} parameter(0)\n"
+        f"  %n = bf16[2,2048,8]{{2,1,0:T(8,128)(2,1)}} negate(%p0)\n  ROOT %r = {held} reshape(%n)\n}}\n"
+    )
+    given = "  %p = bf16[2,2048,8]{1,2,0:T(8,128)(2,1)} parameter(0)\n"
+    text = module(f"  ROOT %f = {held} fusion(%p), kind=kLoop, calls=%inside", inside, given)
+    assert work(text, "f").hbm_bytes == 2 * 4096 * 8 * 2
+
+
 def test_a_scatter_moves_its_rows_and_not_what_they_are_put_into():
     text = module(
         f"  ROOT %s = {BIG} scatter(%p, %i, %u), update_window_dims={{1}}, inserted_window_dims={{0}}, "

@@ -94,6 +94,37 @@ def test_a_gather_of_rows_reads_them_and_one_of_elements_whole_bursts() -> None:
     assert single[0] == pytest.approx(float(compute.op_seconds(0, (512 + 4 + 4) * count)), rel=1e-6)
 
 
+@pytest.mark.parametrize("tables, near", [(8, True), (13, False)])
+def test_rows_of_stacked_tables_are_those_of_their_columns(tables: int, near: bool) -> None:
+    """Read 131,072 rows of 8 columns of each table: v5e brings 8 tables of 8 MiB onto the chip, and 13 take bursts."""
+    count, own = (1 << 17) * tables, (1 << 18) * tables * 8 * 4
+
+    def found(table: jax.Array, ids: jax.Array) -> jax.Array:
+        return jax.vmap(lambda one, i: one[i], (0, 1), 1)(table, ids)
+
+    times = seconds(found, shape(tables, 1 << 18, 8), shape(1 << 17, tables, dtype="int32"), kind="gather")
+    compute = Compute(Topology.parse("v5e:2x2"))
+    assert near == (own <= 96 << 20), "the table of 64 MiB was on the chip, that of 104 was not"
+    on_chip = 32 / compute.topology.chip.vmem_over_hbm_bandwidth
+    read = on_chip if near else 512
+    assert times[0] == pytest.approx(float(compute.op_seconds(0, (4 + read + on_chip) * count)), rel=0.01)
+
+
+def test_scatters_into_compact_tables_read_updates_in_order() -> None:
+    """Add 131,072 rows to each of 13 tables of 8 columns: on v5e the result of 104 MiB was on the chip."""
+    count, own = (1 << 17) * 13, (1 << 18) * 13 * 32
+
+    def added(table: jax.Array, ids: jax.Array, rows: jax.Array) -> jax.Array:
+        return jax.vmap(lambda one, i, r: one.at[i].add(r), (0, 1, 1))(table, ids, jnp.sin(rows))
+
+    ids, rows = shape(1 << 17, 13, dtype="int32"), shape(1 << 17, 13, 8)
+    times = seconds(added, shape(13, 1 << 18, 8), ids, rows, kind="scatter")
+    compute = Compute(Topology.parse("v5e:2x2"))
+    on_chip = 2 * 32 * count / compute.topology.chip.vmem_over_hbm_bandwidth
+    most = float(compute.op_seconds(0, (4 + 32) * count + own + on_chip))
+    assert most / 3 < times[0] <= 1.01 * most
+
+
 @pytest.mark.parametrize(("topology", "passes"), [("v5e:2x2", 3), ("h100:4", 1)])
 def test_a_gather_along_an_inner_dim_on_tpus_copies_the_table_before_it_and_the_rows_after_it(
     topology: str, passes: int

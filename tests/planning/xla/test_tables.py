@@ -40,7 +40,7 @@ def recommender(batch: int = BATCH) -> Program:
 def copies(kind: str, shape: tuple[int, ...], dtype: str, topology: str = "v5e:2x2", optimizer: str = "none") -> Copies:
     """Return the copies of the gather or scatter of a whole table, or of a stack of tables, with 4096 ids for each.
 
-    - `optimizer`: update of the table in the same program, `none`, `momentum` or `adamw`.
+    - `optimizer`: update of the table in the same program, `none`, `sgd`, `momentum` or `adamw`.
     """
 
     def found(table: Any, ids: Any) -> Any:
@@ -66,7 +66,7 @@ def copies(kind: str, shape: tuple[int, ...], dtype: str, topology: str = "v5e:2
 
 def update(optimizer: str) -> optax.GradientTransformation:
     """Return an optimizer by its name."""
-    return optax.sgd(1e-3, 0.9) if optimizer == "momentum" else optax.adamw(1e-3)
+    return {"sgd": optax.sgd(1e-3), "momentum": optax.sgd(1e-3, 0.9), "adamw": optax.adamw(1e-3)}[optimizer]
 
 
 def padded(kind: str, shape: tuple[int, ...], dtype: str, topology: str = "v5e:2x2") -> int:
@@ -123,14 +123,31 @@ def test_large_tables_of_narrow_rows_are_scattered_into_in_compact_form(
         ((7, 1 << 20, 16), "float32", "adamw", 2568),
         ((7, 1 << 17, 128), "float32", "adamw", 896),
         ((8, 1 << 20, 4), "float32", "momentum", 128),
+        ((10, 1 << 20, 4), "float32", "momentum", 512),
+        ((15, 1 << 20, 4), "float32", "adamw", 768),
+        ((15, 1 << 19, 4), "float32", "sgd", 248),
+        ((9, 1 << 20, 16), "float32", "sgd", 2048),
+        ((8, 1 << 20, 16), "bfloat16", "sgd", 256),
     ],
 )
 def test_updates_of_tables_have_the_layout_of_the_scatter(
     shape: tuple[int, ...], dtype: str, optimizer: str, expected: int
 ) -> None:
     made = copies("scatter", shape, dtype, optimizer=optimizer)
-    _, _, last = max(made.held, key=lambda each: each[1])
-    assert int(last[0]) >> 20 == pytest.approx(expected, rel=0.06)
+    last = max(stop for _, stop, _ in made.held)
+    assert sum(int(size[0]) for _, stop, size in made.held if stop == last) >> 20 == pytest.approx(expected, rel=0.06)
+
+
+def test_no_plan_slices_the_result_of_a_scatter_that_can_be_split() -> None:
+    """Forbid to compute the gradient whole and slice it: the partitioner splits the scatter instead."""
+    program, parsed = recommender(), Topology.parse("v5e:2x2")
+    model = build_model(program, analyse_program(program, "tpu"), make_mesh(parsed, {"d": 4}), parsed.usable_bytes)
+    (number,) = (number for op, number in model.op_node.items() if model.graph.ops[op].kind == "scatter")
+    (reshard,) = (each for each in model.reshards if each.source == number)
+    source, target, forbidden = reshard.path.source[:, 0], reshard.path.target[:, 0], reshard.forbidden
+    assert forbidden is not None and {0, 1} <= set(target.tolist())
+    assert forbidden[np.ix_(source == WHOLE, target >= 0)].all()
+    assert not forbidden[np.ix_(source != WHOLE, target >= 0)].any() and not forbidden[:, target == WHOLE].any()
 
 
 @pytest.mark.parametrize("topology, padded", [("v5e:4x8", True), ("cpu:32", False)])
