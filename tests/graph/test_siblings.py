@@ -2,7 +2,9 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 from autoshard.graph import Fusion, FusionRules, analyse
@@ -36,3 +38,20 @@ def test_sizes_that_differ_and_what_waits_for_others_stay_apart() -> None:
     graph = graph_of(fn, f32(8, 8), f32(8, 8), f32(8, 8))
     fusions = analyse(graph, rules=TPU).fusions
     assert all(not f.is_fused_sibling for f in fusions)
+
+
+def test_scalars_that_need_no_kernel_are_computed_before_it() -> None:
+    """Count by hand: AdamW reads a parameter, two moments and a gradient once, also if bias corrections come late."""
+
+    rule = optax.adamw(1e-3)
+
+    def update(params: Any, state: Any, gradients: Any) -> Any:
+        changes, state = rule.update(gradients, state, params)
+        return optax.apply_updates(params, changes), state
+
+    params = [f32(64, 64), f32(64, 128)]
+    graph = graph_of(update, params, jax.eval_shape(rule.init, params), params)
+    large = {t.id for t in graph.tensors if t.elements > 1}
+    fusions = [f for f in analyse(graph, rules=TPU).fusions if large.intersection(f.writes)]
+    assert sum(not f.is_fused_sibling for f in fusions) == 2
+    assert sum(len(large.intersection(f.reads)) for f in fusions) == 8

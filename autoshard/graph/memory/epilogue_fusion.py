@@ -340,8 +340,29 @@ def _may_join(graph: OpGraph, kernel: _Kernel, fusion: Fusion, root: Op, size: i
     """Return True if a fusion can be computed in a kernel.
 
     It must write `size` elements as the kernel does, and lie in the same block. It may read only what the kernel reads
-    or writes, and what exists before the kernel. The kernel must have fewer than `_MOST` results.
+    or writes, and what exists before the kernel or can be computed before it. The kernel must have fewer than `_MOST`
+    results.
     """
     if kernel.results >= _MOST or kernel.elements != size or graph.ops[kernel.first].loop != root.loop:
         return False
-    return all(t in kernel.seen or graph.tensors[t].producer < kernel.first for t in fusion.reads)
+    return all(t in kernel.seen or _precedes(graph, t, kernel) for t in fusion.reads)
+
+
+def _precedes(graph: OpGraph, tensor: int, kernel: _Kernel) -> bool:
+    """Return True if a value exists before a kernel, or is a scalar that follows from such values alone.
+
+    The compiler computes such scalars first, as the bias corrections of AdamW, wherever the program has them (embedding
+    tables and dense layers on v5e).
+    """
+    waiting, known = [tensor], {tensor}
+    while waiting:
+        value = waiting.pop()
+        maker = graph.maker(value)
+        if maker is None or maker.id < kernel.first:
+            continue
+        if value in kernel.seen or graph.tensors[value].elements > 1:
+            return False
+        new = [t for t in maker.operands if t not in known]
+        known.update(new)
+        waiting.extend(new)
+    return True

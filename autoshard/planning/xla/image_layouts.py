@@ -1,8 +1,8 @@
 """Layouts of images on TPUs: the inputs, results and gradients of convolutions, and elementwise values between them.
 
 The compiler (libtpu 0.0.52) puts the features and the batch of an image into tiles, and spatial dims outside, however
-the program orders its dims. If a batch does not fill a tile's rows, images are cut into parts along their last dim, and
-the parts join the batch (XLA's `SpaceToBatchConverter`). Convolutions repeat the edges between the parts.
+the program orders its dims. If a batch does not fill a tile's rows, the last spatial dim of images is cut into parts,
+which join the batch (XLA's `SpaceToBatchConverter`). Convolutions repeat the edges between the parts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,8 +19,8 @@ from autoshard.planning.xla.axis_assignments import WHOLE, Seconds, States, loca
 PARTS = 8
 """Parts into which the last spatial dim of an image is cut if its batch is smaller than the rows of a tile.
 
-Compiled for v5e, with 64 to 256 elements along that dim: images of 1, 2, 4 and 6 examples on a device were cut, and
-those of 8 and more were whole.
+Compiled for v5e, with 64 to 256 elements along that dim. Images of 1, 2, 4 and 6 examples on a device were cut. All
+images of 8 and more were whole.
 """
 _GAP = 1
 """Elements by which every part of a cut dim is longer: parts of 8, 16 and 32 elements were stored as 9, 17 and 33."""
