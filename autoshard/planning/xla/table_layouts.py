@@ -77,6 +77,9 @@ class Update(NamedTuple):
     """Number of ops that read the gradient itself; each reads a form of its own."""
     scaled: int
     """Number of these ops that read no other tensor; they write their form apart, in the scatter's own shape."""
+    stored: int
+    """First of its ops that writes a result of the program once all have read the gradient, which is stored until then.
+    """
 
     @property
     def follows(self) -> bool:
@@ -165,7 +168,11 @@ def table_copies(graph: OpGraph, op: Op, states: States, axes: Sequence[int], to
             word = record.itemsize == _WORD
             held_apart, moved = _updated(update, features, shards[:, 1:].prod(axis=1), own, padded, lone, word)
             begin, end = update.span()
-            held.extend((update.read if early else begin, end, each) for each, early in held_apart)
+            held.extend((begin, end, each) for each, early in held_apart if not early)
+            # The gradient of one table is a buffer of its own until the last op reads it; the fusion holds it on.
+            early = [each for each, early in held_apart if early]
+            held.extend((update.read, end, np.where(features > 1, each, 0.0)) for each in early)
+            held.extend((update.stored, end, np.where(features > 1, 0.0, each)) for each in early)
             traffic += moved
     in_order = (padded > 0) | (ratio <= compact * (1 + 1e-9))
     table_bytes = own * np.where(in_order, ratio, compact)
@@ -303,6 +310,7 @@ def update_of(graph: OpGraph, gradient: int) -> Update | None:
                 waiting.append(out)
     if not written:
         return None
+    read_last = max(readers, default=0)
     return Update(
         min(readers, default=min(written)),
         min(written),
@@ -310,6 +318,7 @@ def update_of(graph: OpGraph, gradient: int) -> Update | None:
         len(set(written)),
         max(1, len(readers)),
         len(scaling),
+        min((op for op in written if op >= read_last), default=max(written)),
     )
 
 
