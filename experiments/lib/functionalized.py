@@ -37,7 +37,7 @@ def step_of(kind: str, rung: int) -> tuple[Any, dict[str, Any]]:
     from autoshard.program.hf.hf_eager import _loss, hf_eager
     from autoshard.program.hf.hf_model import build_model, runnable_part
     from autoshard.program.hf.task_inputs import tasks_of
-    from autoshard.program.torch.torch_module import evaluation_mode
+    from autoshard.program.torch.module_mode import evaluation_mode
 
     fields = json.loads(json.dumps(tiny(kind, rung, _decodes(class_of(kind))), default=str))
     meta, _ = runnable_part(build_model(kind, fields, "float32"))

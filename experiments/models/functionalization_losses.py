@@ -30,7 +30,7 @@ def features() -> None:
     """Print the outcome of each module of one feature, and the features that are not equal."""
     import torch
 
-    from autoshard.program.torch.torch_module import evaluation_mode
+    from autoshard.program.torch.module_mode import evaluation_mode
     from tests.random_modules import build, inputs, loss
 
     class Step(torch.nn.Module):

@@ -17,6 +17,10 @@ from autoshard.program import from_torch
 class Codebook(nn.Module):
     """Codes that follow the averages of their inputs in training."""
 
+    codes: torch.Tensor
+    count: torch.Tensor
+    steps: torch.Tensor
+
     def __init__(self):
         super().__init__()
         self.register_buffer("codes", torch.randn(5, 6))

@@ -1,5 +1,7 @@
 """Code for torch of a plan's recipe: the layers that recompute, the dtype of compute, and sentences on the rest."""
 
+from typing import Any
+
 from autoshard.errors import UserError
 from autoshard.planning import Plan, planned_remat
 from autoshard.program import Remat
@@ -82,7 +84,7 @@ def recipe_lacks(plan: Plan, emitted: bool) -> tuple[str, ...]:
     return tuple(lacks)
 
 
-def _options(plan: Plan) -> dict[str, object]:
+def _options(plan: Plan) -> dict[str, Any]:
     """Return the options of the plan's source, with the choices of its recipe."""
     options = {} if plan.source is None else dict(plan.source.options)
     return options | ({} if plan.recipe is None else dict(plan.recipe.chosen))

@@ -91,7 +91,8 @@ def test_features_of_one_expert_are_not_called_experts() -> None:
 
         def step(params: dict[str, jax.Array], x: jax.Array) -> dict[str, jax.Array]:
             def loss(params: dict[str, jax.Array]) -> jax.Array:
-                return sum((jnp.einsum(equation, x, each) ** 2).sum() for each in params.values())
+                squares = [(jnp.einsum(equation, x, each) ** 2).sum() for each in params.values()]
+                return sum(squares, jnp.zeros(()))
 
             return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
 
