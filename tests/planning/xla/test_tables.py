@@ -151,7 +151,7 @@ def test_no_plan_slices_the_result_of_a_scatter_that_can_be_split() -> None:
 
 
 def test_the_gradient_of_one_table_is_stored_once() -> None:
-    """Count arrays by hand: compiled for v5e, AdamW of one table held parameter, moments and gradient, 4 in all."""
+    """Count arrays by hand: compiled for v5e, AdamW of one table stored parameter, moments and gradient, 4 in all."""
 
     def step(table: Any, state: Any, ids: Any, rows: Any) -> Any:
         gradient = jax.vjp(lambda table: table[ids], table)[1](jnp.sin(rows))[0]
