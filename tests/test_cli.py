@@ -171,6 +171,7 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
             "--quiet stands before the command; write `autoshard COMMAND ... --quiet`.",
         ),
         ("plan x.py --topology cpu:8 --mem 3", "`autoshard plan` has no flag --mem; did you mean --memory-limit?"),
+        ("plan x.py --topolgy cpu:8", "`autoshard plan` has no flag --topolgy; did you mean --topology?"),
         ("plan x.py --topology cpu:8 --zzz", "`autoshard plan` has no flag --zzz; see `autoshard plan --help`."),
         ("plan x.py y.py --topology cpu:8", "`autoshard plan` has no argument y.py; see `autoshard plan --help`."),
         ("plan x.py --topology cpu:8 --batch 0", "argument --batch: '0' is not a positive whole number"),

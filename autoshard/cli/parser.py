@@ -5,6 +5,7 @@ must not wait for imports.
 """
 
 import argparse
+import contextlib
 import difflib
 import sys
 import textwrap
@@ -59,7 +60,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise `UserError` with argparse's message and a pointer to the help."""
-        raise UserError(f"{message}; see `{self.prog} --help`.")
+        raise UserError(f"{message.rstrip('.')}; see `{self.prog} --help`.")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -74,17 +75,32 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise UserError("no command given; start with `autoshard plan PROGRAM --topology TOPOLOGY`.")
     if argv[0].startswith("--") and argv[0] not in parser._option_string_actions:
         raise UserError(f"{argv[0]} stands before the command; write `autoshard COMMAND ... {argv[0]}`.")
-    arguments, unknown = parser.parse_known_args(_joined(argv))
+    words = _joined(argv)
+    try:
+        arguments, unknown = parser.parse_known_args(words)
+    except UserError:
+        # A misspelt flag that is required is missing too, and argparse names the missing one alone.
+        with contextlib.suppress(KeyError):
+            for word in (word for word in words if word.startswith("--")):
+                _check_flag(parser_of(parser, argv[0]), word)
+        raise
     if unknown:
         command = parser_of(parser, arguments.command)
-        flags = [flag for action in command._actions for flag in action.option_strings]
-        written = unknown[0].split("=")[0]
-        near = [flag for flag in flags if len(written) > 3 and flag.startswith(written)]
-        near = near or difflib.get_close_matches(written, flags, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"see `{command.prog} --help`."
-        kind = "flag" if unknown[0].startswith("-") else "argument"
-        raise UserError(f"`autoshard {arguments.command}` has no {kind} {unknown[0]}; {hint}")
+        _check_flag(command, unknown[0])
+        raise UserError(f"`{command.prog}` has no argument {unknown[0]}; see `{command.prog} --help`.")
     return arguments
+
+
+def _check_flag(command: argparse.ArgumentParser, word: str) -> None:
+    """Raise `UserError` if a word is written as a flag that the command lacks, with the nearest flag as a hint."""
+    flags = [flag for action in command._actions for flag in action.option_strings]
+    written = word.split("=")[0]
+    if not word.startswith("-") or written in flags:
+        return
+    near = [flag for flag in flags if len(written) > 3 and flag.startswith(written)]
+    near = near or difflib.get_close_matches(written, flags, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"see `{command.prog} --help`."
+    raise UserError(f"`{command.prog}` has no flag {word}; {hint}")
 
 
 def _joined(argv: list[str]) -> list[str]:

@@ -105,7 +105,8 @@ def _next_command(arguments: argparse.Namespace, plan: "Plan", written: Sequence
         return f"autoshard measure {arguments.program} --plan {written[0]} --check"
     if arguments.compile:
         return f"autoshard report {written[0]} -o report.html"
-    return f"autoshard compile {arguments.program} --plan {written[0]}"
+    quick = " --quick" if Topology.parse(plan.topology).traits.compiles_ahead else ""
+    return f"autoshard compile {arguments.program} --plan {written[0]}{quick}"
 
 
 def _planned(arguments: argparse.Namespace, progress: "ProgressLine", crew: "WorkerCrew") -> tuple["PlanResult", float]:

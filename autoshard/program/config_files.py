@@ -65,7 +65,10 @@ def read_config(given: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
                 if near
                 else f"bundled are {', '.join(bundled())}."
             )
-            raise UserError(f"`hf:{text}` is neither a file nor a bundled configuration; {hint}")
+            raise UserError(
+                f"`hf:{text}` is neither a file nor a bundled configuration; {hint} Any model's own config.json works "
+                "too: `hf:FOLDER/config.json`."
+            )
     try:
         fields = read_json(path)
     except (ValueError, OSError) as error:

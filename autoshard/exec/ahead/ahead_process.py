@@ -200,9 +200,10 @@ def _run(job: CompileJob, directory: Path) -> tuple[dict[str, Any] | None, str]:
         finally:
             worker.end()
     if result is None and not (job.quick and placed(directory)):
+        quick = "" if job.quick else "--quick writes no machine code on TPUs and takes seconds, or "
         raise UserError(
             f"the {target.noun} compiler did not finish {target.topology} within {job.time_limit:g} s: "
-            "give it longer with --time-limit."
+            f"{quick}give it longer with --time-limit."
         )
     return result, path.read_text(errors="replace")
 
