@@ -344,4 +344,5 @@ def test_a_convolution_split_over_few_features_wastes_the_matrix_unit() -> None:
     by_factor = {int(s[0]): float(t) for s, t in zip(states, seconds, strict=True)}
     (features,), (height,) = op.rule.results[0][1], op.rule.results[0][2]
     assert by_factor[height] < by_factor[WHOLE] / 5
-    assert by_factor[features] > 4 * by_factor[height]
+    # The rows' seconds are those of images whose 64 features take 128 lanes in memory.
+    assert by_factor[features] > 3 * by_factor[height]
