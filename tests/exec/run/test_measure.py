@@ -56,13 +56,13 @@ def test_a_measurement_has_times_communication_and_agreement(mlp):
 def test_the_check_catches_a_wrong_program(mlp, monkeypatch: pytest.MonkeyPatch):
     import autoshard.exec.run.measurement as room
 
-    right = room._unplanned_step
+    right = room.PlannedStep.run
 
-    def wrong(*plan: Any) -> Any:
-        step = right(*plan)
-        return lambda args: [a * 1.001 for a in step(args)]
+    def wrong(planned: Any) -> Any:
+        elapsed, results = right(planned)
+        return elapsed, [value * 1.001 for value in results]
 
-    monkeypatch.setattr(room, "_unplanned_step", wrong)
+    monkeypatch.setattr(room.PlannedStep, "run", wrong)
     measured = measure(mlp, handmade(mlp, MESH, TENSOR_PARALLEL), steps=1, warmup=0, check=True)
     assert measured.check is not None and not measured.check.passed
     assert measured.check.max_rel_diff == pytest.approx(1e-3, rel=0.01)
