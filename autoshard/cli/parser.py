@@ -60,7 +60,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise `UserError` with argparse's message and a pointer to the help."""
-        raise UserError(f"{message.rstrip('.')}; see `{self.prog} --help`.")
+        sentence = message if message.endswith("...") else message.removesuffix(".")
+        raise UserError(f"{sentence}; see `{self.prog} --help`.")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -68,10 +68,10 @@ def price_form(plan: Plan, program: Program, form: Form) -> Prediction | None:
         return predict(model, evaluate(model, named.choices(named.mappings(choices))), plan.memory_limit_bytes)
     given = expressible_specs(form, plan.arguments, plan.shapes, plan.roles, plan.mesh)
     if form.gathers and plan.batch_axes:
-        given = gathered_specs(form, given, plan.shapes, plan.roles, plan.mesh, plan.batch_axes)
+        split = gathered_specs(form, given, plan.shapes, plan.roles, plan.mesh, plan.batch_axes)
         limits = Limits(plan.memory_limit_bytes, SOLVE_S, 0)
         axes = tuple(list(plan.mesh).index(axis) for axis in plan.batch_axes)
-        gathered = gathered_candidate(form.name, model, reading.groups, given, limits, Required({}, {}), axes)
+        gathered = gathered_candidate(form.name, model, reading.groups, split, limits, Required({}, {}), axes)
         if gathered is not None:
             return predict(model, gathered.outcome, plan.memory_limit_bytes)
     completed = Propagation(model, form.rest, plan.results if form.state else {}).choices(given)
@@ -293,7 +293,7 @@ class _FormSearch:
         tried: list[dict[str, Spec | None]] = []
         for start in (found.best, *found.baselines.values()):
             specs = self.specs(start.choices)
-            given = self.expressed(specs, self.model.axis_names)
+            given = expressible_specs(self.form, specs, self.shapes, self.roles, self.model.mesh.axes)
             if given not in tried:
                 tried.append(given)
                 made = gathered_candidate(self.form.name, self.model, groups, given, self.limits, self.required)
@@ -341,23 +341,12 @@ class _FormSearch:
         """
         if specs is None or self.spent:
             return
-        batch = {axis for name in specs if self.roles[name] == Role.BATCH for axis in specs[name].axes}
-        given = self.expressed(specs, [axis for axis in self.model.axis_names if axis in batch])
+        given = expressible_specs(self.form, specs, self.shapes, self.roles, self.model.mesh.axes)
         key = tuple(given.items())
         if key not in self.tried:
             self.tried[key] = candidate = self.candidate_of(given)
             if candidate is not None and (self.best is None or _rank(candidate) < _rank(self.best)):
                 self.best = candidate
-
-    def expressed(self, specs: Mapping[str, Spec], axes: Sequence[str]) -> dict[str, Spec | None]:
-        """Return specs as the form expresses them where `axes` split the batch; a form that gathers splits every
-        parameter over them.
-        """
-        mesh = self.model.mesh.axes
-        given = expressible_specs(self.form, specs, self.shapes, self.roles, mesh)
-        if not self.form.gathers or not axes:
-            return given
-        return gathered_specs(self.form, given, self.shapes, self.roles, mesh, axes)
 
     def candidate_of(self, given: Mapping[str, Spec | None]) -> Candidate | None:
         """Return the candidate that the given specs complete to; None if it needs pins, breaks a constraint, or joins

@@ -499,6 +499,8 @@ class TorchFunction:
             except WideNumberError as error:
                 self.widen(str(error), place_of(error, self.module))
             except NotRepeatedError as error:
+                if self._is_noisy(label):
+                    continue
                 if error.computed is None:
                     self._give_up((error.block,), str(error))
                 else:
