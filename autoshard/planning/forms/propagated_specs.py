@@ -59,7 +59,8 @@ class Propagation:
         for node in self.copies:
             chosen[node] = self._cheapest(node, chosen, into=True, out=False)
         for op_id, node in self.model.op_node.items():
-            if chosen[node] < 0:
+            # A state of DTensor's may be one that XLA replaces, such as a whole scatter whose result is sliced.
+            if chosen[node] < 0 or any(_is_forbidden(each, chosen) for each in self.reshards[1].get(node, ())):
                 chosen[node] = self._cheapest(node, chosen, allowed=self._runs_alone(op_id))
         for node in self.copies:
             chosen[node] = self._cheapest(node, chosen)
@@ -291,6 +292,14 @@ class Propagation:
             seconds = np.where(allowed, seconds, np.inf)
         # Differences below a picosecond are rounding.
         return int(np.round(seconds, 12).argmin())
+
+
+def _is_forbidden(reshard: Reshard, chosen: NDArray[np.int64]) -> bool:
+    """Return True if the alternatives of a reshard's two nodes exclude each other; open ones (-1) do not."""
+    source, target = int(chosen[reshard.source]), int(chosen[reshard.target])
+    if reshard.forbidden is None or source < 0 or target < 0:
+        return False
+    return bool(reshard.forbidden[reshard.rows[source], reshard.columns[target]])
 
 
 def _seconds(reshard: Reshard) -> NDArray[np.float64]:
