@@ -39,6 +39,7 @@ def test_the_launcher_reads_the_file(plan: Plan, program: Program, tmp_path: Pat
     launched = prepare_multi_gpu_env(_validate_launch_command(given)[0])
     assert given.num_processes == 4 and given.use_fsdp
     assert launched["FSDP_VERSION"] == "2" and launched["FSDP_TRANSFORMER_CLS_TO_WRAP"] == "LlamaDecoderLayer"
+    assert launched["ACCELERATE_MIXED_PRECISION"] == "bf16"  # the step's dtype, with parameters in float32
     assert launched["FSDP_RESHARD_AFTER_FORWARD"] == launched["FSDP_ACTIVATION_CHECKPOINTING"] == "true"
 
 

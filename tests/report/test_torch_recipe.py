@@ -66,3 +66,9 @@ def test_fsdp_is_priced_as_it_runs() -> None:
     split = make_export(plan, "torchtitan", program, force=True).prediction
     assert split is not None and split.step_time_s == pytest.approx(fsdp.step_time_s, rel=0.02)
     assert split.peak_bytes == pytest.approx(fsdp.peak_bytes, rel=0.02)
+
+
+def test_what_a_policy_has_on_the_hosts_is_named() -> None:
+    program, plan = tiny(dtype="float32", remat="full,offload=input")
+    text = export_plan(plan, "fsdp2", program, force=True)
+    assert "wait in the hosts' memory" in text and "RECOMPUTED = (('full', 0),)" in text

@@ -4,11 +4,12 @@ import math
 from typing import Any
 
 from autoshard.cost import Topology
-from autoshard.errors import FormError, UserError
+from autoshard.errors import FormError
 from autoshard.exports.export_text import head, unpinned
 from autoshard.exports.form_writers import writes
 from autoshard.exports.torch_forms.parallel_styles import batch_and_tensor_axes, check_axes
-from autoshard.planning import Plan, planned_remat
+from autoshard.exports.torch_forms.torch_recipe import dtypes, planned_layers, recipe_lacks
+from autoshard.planning import Plan
 from autoshard.program import Program
 
 
@@ -24,12 +25,15 @@ fsdp_config:
   fsdp_cpu_ram_efficient_loading: false
   fsdp_offload_params: false
   fsdp_state_dict_type: SHARDED_STATE_DICT
-mixed_precision: 'no'
+mixed_precision: '{precision}'
 num_machines: {machines}
 num_processes: {processes}
 machine_rank: 0
 """
 """Template of the file, for `accelerate launch --config_file`."""
+
+_PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
+"""Accelerate's names of the dtypes in which parameters of float32 are gathered and computed with."""
 
 
 @writes("accelerate")
@@ -48,16 +52,20 @@ def accelerate_text(plan: Plan, sentence: str, program: Program | None) -> str:
             + "; repeat `autoshard plan` with --for accelerate, or choose --to transformers."
         )
     recomputes, unlike = _recomputes(plan)
+    compute, stored = dtypes(plan)
+    precision = _PRECISIONS.get(compute, "no") if compute != stored else "no"
     lacks = (
         *unpinned(plan, "every process computes its part of the batch", local_batch=True),
         "the dims by which the batch's devices split parameters: FSDP splits the first dim of each.",
         "the batch: give each process its part, as Accelerate's data loaders do.",
         *unlike,
+        *recipe_lacks(plan, recomputed=True, mixed=precision != "no"),
         "the device order.",
     )
     return head(plan, lacks, sentence) + _ACCELERATE.format(
         classes=",".join(_block_classes(program)),
         recomputes=str(recomputes).lower(),
+        precision=precision,
         machines=Topology.parse(plan.topology).slices,
         processes=math.prod(plan.mesh.values()),
     )
@@ -65,10 +73,7 @@ def accelerate_text(plan: Plan, sentence: str, program: Program | None) -> str:
 
 def _recomputes(plan: Plan) -> tuple[bool, tuple[str, ...]]:
     """Return True if layers save only their input, and a sentence if the plan recomputes in another way."""
-    try:
-        planned = planned_remat(plan)
-    except UserError:  # a policy of the program's own has no known meaning
-        planned = None
+    planned = planned_layers(plan)
     if planned is None or str(planned) == "none":
         return False, ()
     if str(planned) == "full":

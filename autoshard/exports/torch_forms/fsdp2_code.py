@@ -158,7 +158,7 @@ def fsdp2_text(plan: Plan, sentence: str) -> str:
             else []
         ),
         *([WHOLE_SENTENCE] if tensor else []),
-        *recipe_lacks(plan, emitted=True),
+        *recipe_lacks(plan, recomputed=True, mixed=True),
         "optimizer state; state made like its parameter is split like it.",
         "the device order; ranks are laid out row-major over the mesh.",
     )

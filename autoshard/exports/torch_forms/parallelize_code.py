@@ -167,7 +167,7 @@ def transformers_text(plan: Plan, sentence: str, program: Program | None) -> str
         lacks = unpinned(plan, "every process computes its part of the batch", local_batch=True)
     else:
         lacks = _lacks(plan, styles.tensor, styles.rules, styles.lacks)
-    lacks = (*lacks, *recipe_lacks(plan, emitted=False))
+    lacks = (*lacks, *recipe_lacks(plan, recomputed=False, mixed=False))
     groups = group_options = ""
     if styles.data > 1:
         lacks = (
@@ -218,7 +218,7 @@ def torchtitan_text(plan: Plan, sentence: str, program: Program | None) -> str:
         lacks = (*lacks, "the dims by which the batch's devices split parameters: FSDP splits the first dim of each.")
     check_axes(plan, "torchtitan")
     recompute, mixed = recompute_code(plan), mixed_code(plan) if data else ""
-    lacks = (*lacks, *recipe_lacks(plan, emitted=data))
+    lacks = (*lacks, *recipe_lacks(plan, recomputed=True, mixed=data))
     nn = ", ".join(["ModuleList"] * (data or bool(recompute)) + ["Parameter"] * tensor)
     what = (["a model's layers over `tp`"] if tensor else []) + (["every block over `fsdp`"] if data else [])
     return head(plan, lacks, sentence) + _TORCHTITAN.format(

@@ -160,7 +160,7 @@ def dtensor_text(plan: Plan, sentence: str) -> str:
         *lost,
         *unlike,
         WHOLE_SENTENCE,
-        *recipe_lacks(plan, emitted=False),
+        *recipe_lacks(plan, recomputed=False, mixed=False),
         "optimizer state; state made like its parameter is split like it.",
         *(["the device order; ranks are laid out row-major over the mesh."] if order else []),
     )

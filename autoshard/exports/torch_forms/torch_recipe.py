@@ -49,19 +49,20 @@ def recompute_code(plan: Plan) -> str:
 
 def mixed_code(plan: Plan) -> str:
     """Return the line of `shard` that makes FSDP compute in the plan's dtype; empty where that is the stored one."""
-    compute, stored = _dtypes(plan)
+    compute, stored = dtypes(plan)
     return _MIXED.format(compute=compute, stored=stored) if compute and compute != stored else ""
 
 
-def recipe_lacks(plan: Plan, emitted: bool) -> tuple[str, ...]:
+def recipe_lacks(plan: Plan, *, recomputed: bool, mixed: bool) -> tuple[str, ...]:
     """Return a phrase for each decision of the recipe that the code leaves to the caller.
 
-    `emitted` is True if the code has `recompute_code` and `mixed_code`.
+    - `recomputed`: True if layers recompute in the code.
+    - `mixed`: True if the code computes in the plan's dtype.
     """
     lacks = []
-    remat = _remat(plan)
+    remat = planned_layers(plan)
     named = [] if remat is None else [name for name in remat.names if name != "input"]  # every checkpoint saves it
-    if remat is not None and not emitted and recompute_code(plan):
+    if remat is not None and not recomputed and recompute_code(plan):
         lacks.append(
             f"recomputation, {remat}: `autoshard.torch_remat_policy(plan, layer)` makes the `context_fn` of "
             "`torch.utils.checkpoint.checkpoint`."
@@ -71,8 +72,10 @@ def recipe_lacks(plan: Plan, emitted: bool) -> tuple[str, ...]:
             f"values that the plan saves by name ({', '.join(named)}): they are recomputed here; "
             "`autoshard.torch_remat_policy(plan, layer)` saves them."
         )
-    compute, stored = _dtypes(plan)
-    if not emitted and compute and compute != stored:
+    if remat is not None and any("offload=" in policy for policy, _ in remat.parts):
+        lacks.append("values of layers that wait in the hosts' memory: they stay on the devices.")
+    compute, stored = dtypes(plan)
+    if not mixed and compute and compute != stored:
         lacks.append(f"compute in {compute} with parameters in {stored}: autocast, or `bf16=True` of a Trainer.")
     microbatches = int(_options(plan).get("microbatches") or 1)
     if microbatches > 1:
@@ -90,8 +93,8 @@ def _options(plan: Plan) -> dict[str, Any]:
     return options | ({} if plan.recipe is None else dict(plan.recipe.chosen))
 
 
-def _remat(plan: Plan) -> Remat | None:
-    """Return the plan's recomputation; None where nothing is known of it."""
+def planned_layers(plan: Plan) -> Remat | None:
+    """Return the recomputation of the plan's layers; None where nothing is known of it."""
     try:
         return planned_remat(plan)
     except UserError:  # a choice of the program's own has no known meaning
@@ -100,11 +103,11 @@ def _remat(plan: Plan) -> Remat | None:
 
 def _parts(plan: Plan) -> tuple[tuple[str, int], ...]:
     """Return the policy without named values and the number of layers of each part of the plan's recomputation."""
-    remat = _remat(plan)
+    remat = planned_layers(plan)
     return () if remat is None else tuple((policy.split(",")[0], count) for policy, count in remat.parts)
 
 
-def _dtypes(plan: Plan) -> tuple[str, str]:
+def dtypes(plan: Plan) -> tuple[str, str]:
     """Return the dtypes of compute and of the largest parameter; ("", "") for a source whose dtype is not known."""
     if plan.source is None or not plan.source.is_configuration:
         return "", ""
