@@ -44,8 +44,8 @@ def test_keys_walk_in_time_and_between_rows(visit: Visit):
     page = visit(llama_plan())
     page.locator("#time").focus()
     for key, found in (
-        ("ArrowRight", "gather"), ("ArrowRight", "linear/dot_general"), ("ArrowDown", "all-gather over data"),
-        ("ArrowUp", "linear/dot_general"), ("End", "linear/dot_general (backward"), ("Home", "gather"),
+        ("ArrowRight", "gather"), ("ArrowRight", "linear matmul"), ("ArrowDown", "all-gather over data"),
+        ("ArrowUp", "linear matmul"), ("End", "linear matmul (backward"), ("Home", "gather"),
     ):  # fmt: skip
         page.keyboard.press(key)
         assert found in said(page), key
@@ -69,4 +69,4 @@ def test_coming_closer_spreads_what_is_in_the_middle(visit: Visit):
     assert "reduce-scatter" in said(page)
     page.get_by_role("button", name="Whole step").click()
     point(page, 0.01, 0)
-    assert said(page).startswith("embedding/gather")
+    assert said(page).startswith("embedding gather")
