@@ -70,7 +70,7 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
         group.add_argument("--remat", type=chosen(remats), metavar="R,R,...", help=again + best)
     else:
         group.add_argument("--remat", type=chosen(remat), metavar="R", help=again + best)
-    group.add_argument("--optimizer", metavar="NAME", help="adamw (default), sgd, momentum")
+    group.add_argument("--optimizer", metavar="NAME", help="adamw (default), sgd, momentum, lion, adafactor, muon")
     group.add_argument(
         "--attention",
         choices=("plain", "splash", "cached", "cudnn", "auto"),

@@ -86,8 +86,9 @@ def leaf_names(prefix: str, paths: Sequence[tuple[Any, ...]], dims: Sequence[tup
 
     Keys are joined by dots; an empty path without a prefix is `value`. `dims` has the result of `named_dims`.
 
-    If the names stay unique, an index into a tuple of optimizer states (an optax chain) is omitted. So is the trailing
-    `value` of a variable. The 0 of an array whose dims have names (`named_dims`) is always omitted.
+    If the names stay unique, an index into a tuple of optimizer states (an optax chain) is omitted. So are the label of
+    a part of `optax.partition` and the trailing `value` of a variable. The 0 of an array whose dims have names
+    (`named_dims`) is always omitted.
     """
     paths = [path if names is None else path[:-1] for path, names in zip(paths, dims, strict=True)]
     full = [_join(prefix, path) for path in paths]
@@ -120,7 +121,13 @@ def _join(prefix: str, path: Sequence[Any]) -> str:
 
 
 def _without_wrappers(path: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the path without indices of optimizer states and without a trailing wrapper key."""
+    """Return the path without indices and parts of optimizer states and without a trailing wrapper key."""
+    texts = [key_text(key) for key in path]
+    for i, text in enumerate(texts):
+        # `optax.partition` has its parts by label, in states of their own.
+        if text == "inner_states" and texts[i + 2 : i + 3] == ["inner_state"]:
+            path = path[:i] + path[i + 3 :]
+            break
     keys = [key for key, after in zip(path, path[1:], strict=False) if not (is_index(key) and _is_field(after))]
     keys.extend(path[-1:])
     if len(keys) > 1 and key_text(keys[-1]) in _WRAPPER_KEYS:

@@ -10,7 +10,7 @@ from jax import lax
 
 from autoshard.graph import TO_HOST, analyse, read_graph
 from autoshard.program import trace
-from autoshard.program.jax.train_step import make_optimizer
+from autoshard.program.jax.optimizers import make_optimizer
 from tests.graph import programs as made
 from tests.graph.buffers import lifetimes, peak
 from tests.graph.programs import f32, graph_of

@@ -67,10 +67,10 @@ def _check_training_step(config, monkeypatch, seed, **options):
 
     from autoshard.program import open_source
     from autoshard.program.config_files import read_config
-    from autoshard.program.jax import train_step
+    from autoshard.program.jax import optimizers
     from autoshard.program.torch.torch_function import TorchFunction
 
-    monkeypatch.setattr(train_step, "LEARNING_RATE", STEP)
+    monkeypatch.setattr(optimizers, "LEARNING_RATE", STEP)
     _, fields = read_config(config)
     experts = {"experts_implementation": "eager"} if "num_experts_per_tok" in fields else {}
     model = real_model(fields, **experts)

@@ -14,7 +14,7 @@ import autoshard
 from autoshard.errors import UserError
 from autoshard.program import Role, open_source, parse_lora
 from autoshard.program.config_files import read_config
-from autoshard.program.jax import train_step
+from autoshard.program.jax import optimizers
 from autoshard.program.torch.torch_function import TorchFunction
 from autoshard.program.torch.torch_module import from_torch
 from autoshard.program.torch_ops.low_rank_layers import QuantisedLinear, dequantised, quantised
@@ -44,7 +44,7 @@ def with_peft(model: Any, targets: list[str]) -> Any:
 def test_a_planned_step_equals_pefts_in_eager_torch(
     config: str, targets: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train_step, "LEARNING_RATE", STEP)
+    monkeypatch.setattr(optimizers, "LEARNING_RATE", STEP)
     _, fields = read_config(config)
     model = with_peft(
         real_model(fields, **({"experts_implementation": "eager"} if "mixtral" in config else {})), targets
@@ -108,7 +108,7 @@ def adapted(lora: str, **options: Any) -> Any:
 
 
 def test_a_torch_module_is_copied_and_trained_as_by_peft(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_step, "LEARNING_RATE", STEP)
+    monkeypatch.setattr(optimizers, "LEARNING_RATE", STEP)
     module = Net()
     program = from_torch(module, (X,), train=True, lora="r=4,alpha=12,targets=up/down", optimizer="sgd")
     assert all(parameter.requires_grad for parameter in module.parameters())
@@ -180,7 +180,7 @@ def test_codes_of_nf4_are_the_nearest_values() -> None:
 
 @pytest.mark.parametrize("form", ["int8", "int4", "nf4"])
 def test_a_step_on_a_stored_base_equals_eager_torch(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_step, "LEARNING_RATE", STEP)
+    monkeypatch.setattr(optimizers, "LEARNING_RATE", STEP)
     program = adapted(f"r=4,targets=up/down,base={form}")
     twin = program.eager
     assert twin is not None

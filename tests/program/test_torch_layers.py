@@ -99,7 +99,7 @@ def test_the_module_is_left_as_it_was():
 def test_training_equals_torch_sgd(kind, remat):
     import jax
 
-    from autoshard.program.jax.train_step import LEARNING_RATE
+    from autoshard.program.jax.optimizers import LEARNING_RATE
 
     torch.manual_seed(0)
     module = kind().eval()

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from autoshard.program import from_torch
-from autoshard.program.jax.train_step import LEARNING_RATE, make_optimizer
+from autoshard.program.jax.optimizers import LEARNING_RATE, make_optimizer
 
 
-STORED = [("adamw", 2), ("momentum", 1), ("sgd", 0)]
+STORED = [("adamw", 2), ("momentum", 1), ("lion", 1), ("sgd", 0)]
 
 
 def of_role(program, role):
@@ -87,3 +87,56 @@ def test_a_pair_of_dtypes_is_that_of_first_and_second_moments():
         updates, state = optimizer.update(params, state, params)
         params = optax.apply_updates(params, updates)
     np.testing.assert_allclose(state[0].nu["mu"], 0.0975, rtol=0.01)
+
+
+def of_even_scales(rng, *shape):
+    """Return matrices whose singular values are within a factor of 4: small ones would show rounding of bf16."""
+    left, _, right = np.linalg.svd(rng.standard_normal(shape), full_matrices=False)
+    return (left * rng.uniform(0.25, 1, left.shape[:-2] + (1, left.shape[-1])) @ right).astype(np.float32)
+
+
+@pytest.mark.parametrize("shape", [(8, 24), (24, 8), (16, 16)])
+def test_muon_updates_each_matrix_of_a_stack_as_torchs_does(shape):
+    rng = np.random.default_rng(0)
+    start = rng.standard_normal((3, *shape)).astype(np.float32)
+    theirs = [nn.Parameter(torch.tensor(each)) for each in start]
+    rule = torch.optim.Muon(theirs, LEARNING_RATE, weight_decay=0.1, momentum=0.95)
+    optimizer = make_optimizer("muon", "float32")
+    params = {"layers.*.weight": jnp.array(start)}
+    state = optimizer.init(params)
+    for _ in range(3):
+        gradients = of_even_scales(rng, 3, *shape)
+        for parameter, gradient in zip(theirs, gradients, strict=True):
+            parameter.grad = torch.tensor(gradient)
+        rule.step()
+        updates, state = optimizer.update({"layers.*.weight": jnp.array(gradients)}, state, params)
+        params = optax.apply_updates(params, updates)
+    moved = np.stack([parameter.detach().numpy() for parameter in theirs]) - start
+    np.testing.assert_allclose(params["layers.*.weight"] - start, moved, atol=0.03 * np.abs(moved).max())
+
+
+def test_muon_leaves_embeddings_heads_norms_and_biases_to_adamw():
+    names = {
+        "model.embed_tokens.weight": (256, 64),
+        "lm_head.weight": (256, 64),
+        "transformer.wte.weight": (256, 64),
+        "model.layers.*.input_layernorm.weight": (4, 64),
+        "model.layers.*.mlp.up_proj.bias": (4, 128),
+        "patch.weight": (8, 3, 4, 4),
+        "model.layers.*.mlp.up_proj.weight": (4, 128, 64),
+        "model.layers.*.mlp.experts.gate_up_proj": (4, 8, 64, 128),
+        "mixer.weight": (64, 64),
+    }
+    params = {name: jnp.ones(shape) for name, shape in names.items()}
+    inner = make_optimizer("muon").init(params).inner_states
+    assert {name for name, leaf in inner["muon"].inner_state[0].trace.items() if isinstance(leaf, jax.Array)} == {
+        "model.layers.*.mlp.up_proj.weight",
+        "model.layers.*.mlp.experts.gate_up_proj",
+        "mixer.weight",
+    }
+
+
+def test_adafactor_stores_a_row_and_a_column_of_each_matrix():
+    program = from_torch(nn.Linear(256, 512), torch.ones(2, 256), train=True, optimizer="adafactor")
+    shapes = sorted(a.shape for a in of_role(program, "optimizer_state") if math.prod(a.shape) > 1)
+    assert shapes == [(256,), (512,), (512,)]  # row and column of the matrix, moments of the bias

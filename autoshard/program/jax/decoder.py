@@ -10,7 +10,7 @@ from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.program import model_flops as flop_counter
-from autoshard.program.jax import train_step
+from autoshard.program.jax import optimizers, train_step
 from autoshard.program.jax.decoder_dims import DecoderDims, layer_groups, parameters_of, stacks_of
 from autoshard.program.jax.layer_stack import Pipeline, check_pipeline, in_stages, run_stack
 from autoshard.program.jax.mla import latent_heads
@@ -100,7 +100,7 @@ def decoder_program(
     - `balanced`: True if tokens are in zig-zag order, so that all parts of a sequence have equal work. The `flash`
       kernel is priced accordingly.
     - `blocks`: block sizes of the attention kernels.
-    - `optimizer`: name of the optimizer, as `train_step.make_optimizer` reads it; `name`: name of the program.
+    - `optimizer`: name of the optimizer, as `optimizers.make_optimizer` reads it; `name`: name of the program.
     - `routing`: exchange of the experts' tokens, see below; `capacity_factor` and `expert_kernels` belong to it.
     - `accumulation`: number of microbatches, computed in sequence. Their gradients and losses are averaged.
     - `compute_dtype`: dtype in which layers compute.
@@ -181,7 +181,7 @@ def decoder_program(
         check_pipeline(pipeline, groups, "the decoder")
     params = parameters_of(dims, weights, stack_axis, scanned, 0 if pipeline is None else pipeline.outside(groups))
     data = {key: jax.ShapeDtypeStruct((batch, seq), "int32") for key in ("input_ids", "labels")}
-    rule = train_step.make_optimizer(optimizer, moments)
+    rule = optimizers.make_optimizer(optimizer, moments)
     forward_flops = [0.0]
     mix = Routing(routing, capacity_factor, expert_kernels or GroupedKernels())
     how = _LayerOptions(

@@ -1,67 +1,13 @@
-"""Optimizers, losses and whole training steps in JAX."""
+"""Losses and whole training steps in JAX."""
 
 from collections.abc import Callable
 from typing import Any
 
-from autoshard.errors import UserError
 from autoshard.program.jax.gradient_groups import Reduced, Reduction, dividend_and_divisor
 from autoshard.program.torch_ops.wide_integers import in_64_bits
 
 
-LEARNING_RATE = 3e-4  # a usual rate for AdamW; it changes neither time nor memory
 _MEAN = Reduced()
-
-
-def make_optimizer(name: str, state_dtype: str | tuple[str, str] | None = None) -> Any:
-    """Return optax's `adamw`, `sgd` or `momentum` (SGD whose state accumulates the gradients).
-
-    Moments are stored in `state_dtype` and updated in fp32; with None both are in the dtype of their parameters. A pair
-    of dtypes is for AdamW's first and second moments. The learning rate is `LEARNING_RATE`, and AdamW decays weights.
-    Raises `UserError` for another name.
-    """
-    import optax
-
-    first = None
-    if isinstance(state_dtype, tuple):
-        first, state_dtype = state_dtype
-
-    makers: dict[str, Callable[[], Any]] = {
-        "adamw": lambda: optax.adamw(LEARNING_RATE, b1=0.9, b2=0.95, weight_decay=0.1, mu_dtype=first),
-        "sgd": lambda: optax.sgd(LEARNING_RATE),
-        "momentum": lambda: optax.sgd(LEARNING_RATE, momentum=0.9),
-    }
-    if name not in makers:
-        raise UserError(f"there is no optimizer `{name}`; use one of {', '.join(f'`{key}`' for key in makers)}.")
-    inner = makers[name]()
-    return inner if state_dtype is None else _stored_as(inner, state_dtype, apart=first is not None)
-
-
-def _stored_as(inner: Any, dtype: str, apart: bool) -> Any:
-    """Return `inner` with its float state stored in `dtype` and cast to fp32 for updates.
-
-    If `apart`, first moments (`mu`) are never cast: `inner` gives them a dtype of their own.
-    """
-    import jax
-    import jax.numpy as jnp
-    import optax
-
-    first_moments = jax.tree_util.GetAttrKey("mu")
-
-    def convert(state: Any, to: Any) -> Any:
-        def cast(path: tuple[Any, ...], x: Any) -> Any:
-            uncast = (apart and first_moments in path) or not jnp.issubdtype(x.dtype, jnp.floating)
-            return x if uncast else x.astype(to)
-
-        return jax.tree_util.tree_map_with_path(cast, state)
-
-    def init(params: Any) -> Any:
-        return convert(inner.init(params), dtype)
-
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        updates, state = inner.update(updates, convert(state, jnp.float32), params)
-        return updates, convert(state, dtype)
-
-    return optax.GradientTransformation(init, update)
 
 
 def training_step(

@@ -57,7 +57,7 @@ class TrainOptions:
     """Options that turn a forward function into a training step."""
 
     optimizer: str = "adamw"
-    """Name of an optimizer of `train_step.make_optimizer`."""
+    """Name of an optimizer of `optimizers.make_optimizer`."""
     state_dtype: str = "float32"
     """Dtype of the optimizer's moments."""
     microbatches: int = 1

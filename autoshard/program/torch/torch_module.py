@@ -11,7 +11,7 @@ from autoshard.errors import UserError
 from autoshard.program import example_values
 from autoshard.program import model_flops as flop_counter
 from autoshard.program.argument_names import input_names, leaf_name
-from autoshard.program.jax import train_step
+from autoshard.program.jax import optimizers, train_step
 from autoshard.program.jax.gradient_groups import Reduced, reduction_of
 from autoshard.program.jax.layer_stack import in_stages
 from autoshard.program.jax.trace import trace
@@ -63,7 +63,7 @@ def from_torch(
 
     Options:
 
-    - `train`: True for a training step. `optimizer`: `adamw` (the default), `sgd` or `momentum`.
+    - `train`: True for a training step. `optimizer`: a name in `optimizers.OPTIMIZERS`, by default `adamw`.
     - `dtype`: compute dtype. Parameters are cast to it where they are used, and float inputs too; targets stay.
     - `param_dtype`, `state_dtype`: dtype of the stored parameters, and of the optimizer's moments.
     - `cast_inputs`: False leaves inputs uncast; torch then promotes the other operands to the dtype of the inputs.
@@ -293,7 +293,7 @@ def torch_program(
         args: tuple[Any, ...] = (params, batch, *extra)
         fn, names, donate = counted, ("", "batch", ""), ((2,) if updates else ())
     else:
-        optimizer = train_step.make_optimizer(train.optimizer, train.state_dtype)
+        optimizer = optimizers.make_optimizer(train.optimizer, train.state_dtype)
         groups = train.gradient_groups
         _check_microbatches(train.microbatches, groups, batch, updates, name)
         count, reduction = train.microbatches * groups, Reduced()
