@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from autoshard.program import Program as Program
     from autoshard.program import Role as Role
     from autoshard.program import choices as choices
+    from autoshard.program import chunked_cross_entropy as chunked_cross_entropy
     from autoshard.program import from_keras as from_keras
     from autoshard.program import from_torch as from_torch
     from autoshard.program import open_source
@@ -56,6 +57,7 @@ _HOMES = {
     "Spec": ("autoshard.planning", "Spec"),
     "check": ("autoshard.exec", "check"),
     "choices": ("autoshard.program", "choices"),
+    "chunked_cross_entropy": ("autoshard.program", "chunked_cross_entropy"),
     "auto_policy": ("autoshard.exec.torch_xla_hook", "plan_first_step"),
     "load": ("autoshard.planning", "load_plan"),
     "compile": ("autoshard.exec", "compile_plan"),

@@ -8,6 +8,7 @@ from autoshard.cli.option_values import (
     factor,
     gib,
     lora,
+    loss_chunks,
     numbers,
     or_auto,
     pair,
@@ -123,6 +124,13 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
         help="with --train: low-rank adapters of frozen weights, r=16,alpha=32,targets=q_proj/v_proj (default: "
         "alpha is twice the rank; all linear layers but output heads); base=int8, int4 or nf4 stores their weights "
         "in 8 or 4 bits",
+    )
+    group.add_argument(
+        "--loss-chunks",
+        type=loss_chunks,
+        metavar="N",
+        help="with --train: compute logits and loss in N chunks of the vocabulary, or tokens=4,vocabulary=8, so that "
+        "all logits are never in memory; the backward pass computes them again",
     )
     group.add_argument("--serve", choices=("prefill", "decode"), help="a step of serving, with a key-value cache")
     group.add_argument("--cache", type=positive, metavar="N", help="tokens in the cache (default: --seq)")

@@ -69,6 +69,17 @@ def lora(text: str) -> str:
     return text
 
 
+def loss_chunks(text: str) -> str:
+    """Check numbers of chunks of the loss, such as `8` or `tokens=4,vocabulary=8`, and return them as they are."""
+    from autoshard.program import parse_loss_chunks
+
+    try:
+        parse_loss_chunks(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error).removesuffix(".")) from None
+    return text
+
+
 def schedule(text: str) -> str:
     """Check a pipeline schedule and return its canonical name: `interleaved:2` for `interleaved`."""
     from autoshard.cost import make_schedule

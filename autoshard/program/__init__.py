@@ -9,6 +9,8 @@ from autoshard.program.config_files import config_dims as config_dims
 from autoshard.program.config_files import read_config as read_config
 from autoshard.program.jax.call_arguments import PositionalCall as PositionalCall
 from autoshard.program.jax.call_arguments import by_position as by_position
+from autoshard.program.jax.chunked_loss import chunked_cross_entropy as chunked_cross_entropy
+from autoshard.program.jax.chunked_loss import parse_loss_chunks as parse_loss_chunks
 from autoshard.program.jax.decoder import SAVABLE as SAVABLE
 from autoshard.program.jax.decoder import SAVED as SAVED
 from autoshard.program.jax.decoder import DecoderDims as DecoderDims

@@ -61,6 +61,7 @@ def recipe_line(plan: Plan) -> str:
     attention = sorted(called) or (["attention in memory"] if options.get("attention") == "plain" and scores else [])
     words = [*attention]
     words += [f"{name} {value}" for name in ("remat", "microbatches", "host") if (value := options.get(name))]
+    words += [f"loss in chunks, {options['loss_chunks']}"] if options.get("loss_chunks") else []
     words += [options["optimizer"]] if options.get("optimizer") else []
     words += [options["dtype"]] if options.get("dtype") else []
     by_role = {role: largest_dtype(plan, role) for role in ("parameter", "frozen", "optimizer_state")}

@@ -1,6 +1,7 @@
 """Optimizers of traced steps: the dtypes of their state, and of their arithmetic."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +103,7 @@ def test_muon_updates_each_matrix_of_a_stack_as_torchs_does(shape):
     theirs = [nn.Parameter(torch.tensor(each)) for each in start]
     rule = torch.optim.Muon(theirs, LEARNING_RATE, weight_decay=0.1, momentum=0.95)
     optimizer = make_optimizer("muon", "float32")
-    params = {"layers.*.weight": jnp.array(start)}
+    params: Any = {"layers.*.weight": jnp.array(start)}
     state = optimizer.init(params)
     for _ in range(3):
         gradients = of_even_scales(rng, 3, *shape)

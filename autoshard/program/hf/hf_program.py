@@ -8,9 +8,11 @@ from typing import Any, Unpack
 from autoshard.errors import UserError
 from autoshard.program.config_files import read_config
 from autoshard.program.hf.hf_eager import Objective, OtherLabels, hf_eager, reduced_fields, reduced_twin
+from autoshard.program.hf.hf_head import head_left_out, head_of
 from autoshard.program.hf.hf_model import build_model, has_head, runnable_part
 from autoshard.program.hf.hf_serving import serving_program
 from autoshard.program.hf.task_inputs import HfTask, tasks_of
+from autoshard.program.jax.chunked_loss import LossChunks, parse_loss_chunks
 from autoshard.program.moe.experts import check_experts
 from autoshard.program.program_record import Program
 from autoshard.program.torch.eager_twin import EagerTwin
@@ -45,6 +47,7 @@ def from_config(config: str | Mapping[str, Any], **options: Unpack[ConfigOptions
     - `seq`: tokens of a sequence, by default the model's context up to 1024. `image`: pixels of an image's side.
     - `dtype`: bfloat16 by default. `param_dtype` is float32 by default in training; inference stores parameters in
       `dtype`.
+    - `loss_chunks`: chunks in which logits and loss are computed, `8` (of the vocabulary) or `tokens=4,vocabulary=8`.
     - `experts`: dispatch of tokens to experts, by einsums into `slots` (`slots:all`: for every token) or `sorted`
       (`sorted:8`: in 8 groups of experts).
     - `capacity_factor`: slots of an expert, or rows of a group, relative to the mean number of its tokens. The default
@@ -67,7 +70,8 @@ def from_config(config: str | Mapping[str, Any], **options: Unpack[ConfigOptions
     stored = _dtype(given.get("param_dtype", "float32" if training else compute), "param_dtype")
     moments = {"state_dtype": _dtype(given.get("state_dtype", "float32"), "state_dtype")}
     layers = read_layers(given)
-    for option in ("optimizer", "state_dtype", "microbatches", "gradient_groups"):
+    chunks = parse_loss_chunks(given.get("loss_chunks"))
+    for option in ("optimizer", "state_dtype", "microbatches", "gradient_groups", "loss_chunks"):
         of_stages = option == "microbatches" and layers.pipeline is not None
         if not training and not of_stages and given.get(option) not in (None, 1):
             raise UserError(f"--{option.replace('_', '-')} is for training steps; add --train, or leave it out.")
@@ -124,7 +128,7 @@ def from_config(config: str | Mapping[str, Any], **options: Unpack[ConfigOptions
     for task in tasks:
         function, notes = made(), [*model_notes, *task.notes]
         try:
-            run, batch_of, objective = _settled(function, task, name, notes, training)
+            run, batch_of, objective = _settled(function, task, name, notes, training, chunks)
             break
         except UserError as error:
             first_error = first_error or error
@@ -147,7 +151,7 @@ def from_config(config: str | Mapping[str, Any], **options: Unpack[ConfigOptions
 
 
 def _settled(
-    function: TorchFunction, task: HfTask, name: str, notes: list[str], training: bool
+    function: TorchFunction, task: HfTask, name: str, notes: list[str], training: bool, chunks: LossChunks | None
 ) -> tuple[Callable[..., Any], dict[str, Any], Objective]:
     """Trace `function` until its scanned layers are known, and return the step, the shapes of its batch and its
     objective.
@@ -159,7 +163,7 @@ def _settled(
     - `task`: inputs of the model.
     - `name`: name of the model in errors.
     - `notes`: receives notes about the objective.
-    - `training`: True for the loss.
+    - `training`: True for the loss; `chunks`: chunks in which it is computed, None for all logits at once.
 
     Raises `UserError` if the module does not run on the task's inputs.
     """
@@ -176,6 +180,13 @@ def _settled(
 
     def loss(params: Any, inputs: Any, *buffers: Any) -> Any:
         """Run the module and return the scalar loss."""
+        if chunks is not None:
+            apart = head_of(function.module, name)
+            with head_left_out(apart):
+                out = forward(params, inputs, *buffers)
+            names = {id(tensor): key for key, tensor in function.module.named_parameters()}
+            objective.classes = apart.head.out_features
+            return apart.loss(out, params, names, inputs.get("labels"), chunks)
         return objective.of(forward(params, inputs, *buffers), inputs.get("labels"))
 
     function.may_become_stateful = training
