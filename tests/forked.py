@@ -26,8 +26,10 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 FRAMEWORKS = ("jax", "torch", "functorch.compile", "torch._inductor.fx_passes.post_grad", "torch.distributed.tensor")
 FRAMEWORKS += ("autoshard.planning", "autoshard.exec", "autoshard.program")
-"""Modules that most processes of the tests import. Those of torch's compiler are most of `import torch_xla`, which reads
-the environment and so is left to the forked process, as is transformers.
+"""Modules that most processes of the tests import.
+
+Those of torch's compiler are most of `import torch_xla`, which reads the environment and so is left to the forked
+process, as is transformers.
 """
 _NOT_HANDED_ON = ("XLA_", "PJRT_", "AUTOSHARD_")
 """Prefixes of variables that the server itself does without, so that what it imports cannot depend on them."""
