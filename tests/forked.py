@@ -1,8 +1,8 @@
 """Processes that start with the frameworks imported: a server imports them once, and forks for each command.
 
 A start costs next to nothing here, and several seconds of imports otherwise. Such a process receives its arguments,
-folder and environment like any other, and ends as the interpreter ends. What a fresh interpreter does differently stays
-with `subprocess`: variables of Python and JAX that are read at imports, and the order of imports themselves.
+folder and environment like any other, and ends as the interpreter ends. Tests of imports, and of variables that Python
+or JAX reads at an import, start an interpreter with `subprocess` instead.
 
 `python -m tests.forked NAME ...` is the server, which imports the named modules.
 """
@@ -28,8 +28,8 @@ FRAMEWORKS = ("jax", "torch", "functorch.compile", "torch._inductor.fx_passes.po
 FRAMEWORKS += ("autoshard.planning", "autoshard.exec", "autoshard.program")
 """Modules that most processes of the tests import.
 
-Those of torch's compiler are most of `import torch_xla`, which reads the environment and so is left to the forked
-process, as is transformers.
+Most of `import torch_xla` is torch's compiler. The rest reads the environment and is left to the forked process, as is
+transformers.
 """
 _NOT_HANDED_ON = ("XLA_", "PJRT_", "AUTOSHARD_")
 """Prefixes of variables that the server itself does without, so that what it imports cannot depend on them."""
@@ -98,7 +98,7 @@ def run(command: Sequence[str], cwd: Path | None = None, env: Mapping[str, str] 
 
 
 def _enter(command: Sequence[str], request: Mapping[str, Any], number: int, first: Mapping[str, str]) -> None:
-    """Become the process of a command, up to its code."""
+    """Give the process the streams, folder, environment and import path of its command."""
     for stream, name, flags in (
         (0, os.devnull, os.O_RDONLY),
         (1, f"{request['folder']}/{number}.out", os.O_WRONLY | os.O_CREAT),
@@ -153,12 +153,12 @@ def serve(modules: Sequence[str]) -> Callable[[], None] | None:
     """Import the modules and answer requests. Return None at their end, and what to execute in a forked process."""
     first = dict(os.environ)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the imports say is no answer
+    os.dup2(2, 1)  # output of the imports is no answer
     for name in modules:
         importlib.import_module(name)
     gc = importlib.import_module("gc")
     gc.collect()
-    gc.freeze()  # what is here already is neither collected in the children nor copied for it
+    gc.freeze()  # children neither collect these objects nor copy their pages for it
     for line in iter(sys.stdin.readline, ""):
         request = json.loads(line)
         children: list[int] = []

@@ -27,7 +27,7 @@ def run_module(
 ) -> dict[str, dict[str, Any]]:
     """Run a module of this directory with the arguments `given` and `names`. Return its output for each name.
 
-    Where autoshard is installed under `path`, an interpreter is started: what installs the hook is judged too.
+    An interpreter is started if autoshard is installed under `path`: its entry point is judged too.
     """
     kept = {key: value for key, value in os.environ.items() if not key.startswith(NOT_HANDED_ON)}
     here: Mapping[str, str] = {
