@@ -1,7 +1,13 @@
-"""Eight CPU devices and quick compilation for every test: set before anything imports jax."""
+"""Eight CPU devices and quick compilation for every test: set before anything imports jax.
+
+A run ends with the files that took longest, since each is the work of one process.
+"""
 
 import gc
 import os
+from collections import Counter
+
+import pytest
 
 from tests.compiling import QUICKLY
 
@@ -17,3 +23,16 @@ if _COUNT not in os.environ.get("XLA_FLAGS", ""):
 os.environ["XLA_FLAGS"] += f" {QUICKLY}"
 # Tracing creates many long-lived objects. Garbage collections of all of them would be a tenth of the time.
 gc.set_threshold(20_000, 20, 10)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the ten slowest files."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    if len(seconds) > 1:
+        terminalreporter.write_sep("=", "slowest 10 files")
+        for name, taken in seconds.most_common(10):
+            terminalreporter.write_line(f"{taken:.1f}s {name}")

@@ -37,8 +37,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def cached(folder: Path) -> dict[str, str]:
+    """Give the pages one cache, as a user has: many of them plan the same programs."""
+    return {"AUTOSHARD_CACHE_DIR": str(folder / "cache")}
+
+
 def run(command: list[str], folder: Path, **variables: str) -> str:
-    env = os.environ | {"XLA_FLAGS": QUICKLY} | variables  # without our own devices
+    env = os.environ | {"XLA_FLAGS": QUICKLY} | cached(folder) | variables  # without our own devices
     result = subprocess.run([sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True)
     assert result.returncode == 0, f"{' '.join(command)}\n{result.stderr}"
     return result.stdout
@@ -155,6 +160,8 @@ def test_the_commands_shown_work(
     page: str, long: bool, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(folder)
+    for name, value in cached(folder).items():
+        monkeypatch.setenv(name, value)
     # Without the compiler's minute. Another test checks that it is shown with existing flags.
     lines = [line for line in commands(page) if not line.startswith("compile ") and bool(LONG.match(line)) is long]
     assert lines

@@ -3,11 +3,11 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from tests import forked
 
 
 def run_workers(script: str, arguments: Sequence[str], timeout_s: float = 300.0, **environment: str) -> list[Any]:
@@ -19,21 +19,9 @@ def run_workers(script: str, arguments: Sequence[str], timeout_s: float = 300.0,
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     inherited = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, str(number), port, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=inherited | {"PYTHONPATH": str(Path(__file__).parents[2])} | environment,
-        )
-        for number in (0, 1)
-    ]
-    try:
-        outputs = [worker.communicate(timeout=timeout_s) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    for (_, err), worker in zip(outputs, workers, strict=True):
-        assert worker.returncode == 0, err[-2000:]
-    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    commands = [["-c", script, str(number), port, *arguments] for number in (0, 1)]
+    env = inherited | {"PYTHONPATH": str(Path(__file__).parents[2])} | environment
+    workers = forked.server().run(commands, env=env, timeout_s=timeout_s)
+    for worker in workers:
+        assert worker.returncode == 0, worker.stderr[-2000:]
+    return [json.loads(worker.stdout.splitlines()[-1]) for worker in workers]

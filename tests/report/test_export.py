@@ -5,8 +5,6 @@ import dataclasses
 import json
 import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from autoshard.exec import jax_mesh
 from autoshard.exports import export_plan, make_export, plan_exports
 from autoshard.exports.maxtext_settings import maxtext_text
 from autoshard.planning import FORMS, Pin, Plan, Spec, dims_by_axis, hlo_sharding, layer_pattern
+from tests import forked
 
 
 MESH = {"data": 4, "model": 2}
@@ -79,9 +78,7 @@ def run(code: str, folder: Path, **env: str) -> Any:
     (folder / "model.py").write_text(MODULE)
     (folder / "run.py").write_text(code)
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | env
-    result = subprocess.run(
-        [sys.executable, "run.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
-    )
+    result = forked.run(["run.py"], folder, environment)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
 

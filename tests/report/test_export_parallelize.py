@@ -6,8 +6,6 @@ import json
 import math
 import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from autoshard import UserError
 from autoshard.errors import FormError
 from autoshard.exports import export_plan
 from autoshard.planning import ParameterUse, Plan, Spec, stack_names
+from tests import forked
 
 
 RANKS = 4
@@ -167,8 +166,7 @@ def test_the_code_computes_what_the_module_does_alone(plan: Plan, tmp_path: Path
     whole = llama_plan(plan, {"data": 2, "model": 2}, SPLIT)
     whole.save(tmp_path / "plan.json")
     port = str(20000 + os.getpid() % 20000)
-    command = [sys.executable, "-c", RUN, str(tmp_path), port]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
+    run = forked.run(["-c", RUN, str(tmp_path), port], Path(__file__).parents[2])
     assert run.returncode == 0, run.stderr[-5000:]
     document = json.loads(run.stdout.splitlines()[-1])
     for name, each in document.items():

@@ -3,8 +3,6 @@
 import dataclasses
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import autoshard
 from autoshard import UserError
 from autoshard.exports import export_plan, make_export
 from autoshard.planning import Plan, PlannedChunk, PlannedPipeline
+from tests import forked
 from tests.planning.explain.test_staged import FILE
 
 
@@ -53,17 +52,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             str(folder / "net.py"), topology="cpu:2", program_options=options, form="torch-pipelining"
         )
         (folder / f"code{number}.py").write_text(export_plan(plan, "torch-pipelining"))
-    logs = [(folder / f"log{rank}").open("w+") for rank in range(2)]
-    command = [sys.executable, str(folder / "run.py")]
-    runs = [subprocess.Popen([*command, str(r), str(folder)], stdout=logs[r], stderr=logs[r]) for r in range(2)]
-    try:
-        codes = [run.wait(timeout=240) for run in runs]
-    finally:
-        for run, log in zip(runs, logs, strict=True):
-            run.kill()
-            run.wait()
-            log.close()
-    assert codes == [0, 0], (folder / "log0").read_text()[-3000:] + (folder / "log1").read_text()[-3000:]
+    runs = forked.server().run([[str(folder / "run.py"), str(rank), str(folder)] for rank in range(2)])
+    assert [run.returncode for run in runs] == [0, 0], "".join(run.stderr[-3000:] for run in runs)
     return folder
 
 

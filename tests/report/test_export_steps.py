@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import autoshard
 from autoshard.errors import FormError
 from autoshard.exports import export_plan
 from autoshard.program import from_torch
+from tests import forked
 from tests.report.export_modules import CASES
 
 
@@ -37,10 +36,8 @@ def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float | s
             (folder / f"{name}_{form}.py").write_text(text)
             runs.append(f"{name}_{form}")
     root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "tests.report.export_modules", str(folder), *runs]
-    ran = subprocess.run(
-        command, capture_output=True, text=True, timeout=400, cwd=root, env=os.environ | {"PYTHONPATH": str(root)}
-    )
+    command = ["-m", "tests.report.export_modules", str(folder), *runs]
+    ran = forked.run(command, root, os.environ | {"PYTHONPATH": str(root)})
     lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
     assert lines, ran.stderr[-3000:]
     return json.loads(lines[-1])

@@ -3,8 +3,6 @@
 import dataclasses
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import autoshard
 from autoshard import UserError
 from autoshard.exports import export_plan, make_export
 from autoshard.planning import Plan, Spec
+from tests import forked
 
 
 FILE = """
@@ -146,17 +145,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if len(mesh) == 1:
             names.append("torchtitan1")
             (folder / "torchtitan1.py").write_text(export_plan(stated(plan), "torchtitan", force=True))
-    logs = [(folder / f"log{rank}").open("w+") for rank in range(4)]
-    command = [sys.executable, str(folder / "run.py")]
-    runs = [subprocess.Popen([*command, str(r), str(folder), *names], stdout=logs[r], stderr=logs[r]) for r in range(4)]
-    try:
-        codes = [run.wait(timeout=400) for run in runs]
-    finally:
-        for run, log in zip(runs, logs, strict=True):
-            run.kill()
-            run.wait()
-            log.close()
-    assert codes == [0] * 4, "".join((folder / f"log{rank}").read_text()[-2000:] for rank in range(4))
+    runs = forked.server().run([[str(folder / "run.py"), str(rank), str(folder), *names] for rank in range(4)])
+    assert [run.returncode for run in runs] == [0] * 4, "".join(run.stderr[-2000:] for run in runs)
     return folder
 
 

@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from autoshard import UserError
 from autoshard.exports import export_plan
 from autoshard.planning import ParameterUse, Plan, Spec
 from autoshard.program import from_torch
+from tests import forked
 
 
 RANKS = 2
@@ -150,11 +149,11 @@ def rules(text: str) -> dict[str, Any]:
 def run(folder: Path, names: list[str]) -> dict[str, Any]:
     for name in names:
         (folder / f"{name}.py").write_text(planned(name)[1])
-        save = [sys.executable, "-c", SAVE, str(folder / name), json.dumps(CASES[name][:2])]
-        subprocess.run(save, check=True, capture_output=True, timeout=300)
+    saves = [["-c", SAVE, str(folder / name), json.dumps(CASES[name][:2])] for name in names]
+    assert not any(each.returncode for each in forked.server().run(saves))
     port = str(20000 + os.getpid() % 20000)
-    command = [sys.executable, "-c", RUN, str(folder), port, json.dumps({name: CASES[name][:2] for name in names})]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=Path(__file__).parents[2])
+    command = ["-c", RUN, str(folder), port, json.dumps({name: CASES[name][:2] for name in names})]
+    done = forked.run(command, Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr[-5000:]
     document = json.loads(done.stdout.splitlines()[-1])
     for name, each in document.items():

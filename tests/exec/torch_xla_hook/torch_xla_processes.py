@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests import forked
 from tests.compiling import QUICKLY
 
 
@@ -24,7 +25,10 @@ def run_checks(module: str, *names: str, path: str = "", **environment: str) -> 
 def run_module(
     module: str, given: Sequence[str], names: Sequence[str], path: str = "", **environment: str
 ) -> dict[str, dict[str, Any]]:
-    """Run a module of this directory with the arguments `given` and `names`. Return its output for each name."""
+    """Run a module of this directory with the arguments `given` and `names`. Return its output for each name.
+
+    An interpreter is started if autoshard is installed under `path`: its entry point is judged too.
+    """
     kept = {key: value for key, value in os.environ.items() if not key.startswith(NOT_HANDED_ON)}
     here: Mapping[str, str] = {
         "PJRT_DEVICE": "CPU",
@@ -33,13 +37,12 @@ def run_module(
         "PYTHONFAULTHANDLER": "1",
         "PYTHONPATH": os.pathsep.join([*([path] if path else []), str(ROOT)]),
     }
-    process = subprocess.run(
-        [sys.executable, "-m", f"tests.exec.torch_xla_hook.{module}", *given, *names],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=kept | here | environment,
-    )
+    command = ["-m", f"tests.exec.torch_xla_hook.{module}", *given, *names]
+    env = kept | here | environment
+    if path:
+        process = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env=env)
+    else:
+        process = forked.run(command, ROOT, env)
     lines = [line.removeprefix("found ") for line in process.stdout.splitlines() if line.startswith("found ")]
     if len(lines) != len(names):
         said = [line for line in process.stderr.splitlines() if "GSPMD sharding propagation is going" not in line]
