@@ -146,6 +146,24 @@ def test_a_plan_for_fsdp_has_the_price_of_fsdp(form: str, batch: int):
     assert 2 * one * 0.99 < sent["all-gather"] < 4 * one * 1.01
 
 
+@pytest.mark.parametrize("form", ["torchtitan", "fsdp2", "transformers"])
+@pytest.mark.parametrize("batch", [64, 4096])
+def test_a_plan_for_fsdp_and_tensor_parallelism_has_the_price_of_its_export(form: str, batch: int):
+    program = trained(batch)
+    plan = autoshard.plan(program, topology="h100:8", mesh=MESH, form=form)
+    stripped = dataclasses.replace(plan, provenance={k: v for k, v in plan.provenance.items() if k != "for"})
+    held = price_form(stripped, program, form_named(form))
+    assert held is not None
+    assert held.step_time_s == pytest.approx(plan.prediction.step_time_s, rel=0.02)
+    assert held.peak_bytes == pytest.approx(plan.prediction.peak_bytes, rel=0.02)
+    if form == "torchtitan" and plan.batch_axes:
+        assert all(
+            set(plan.batch_axes) <= set(spec.axes)
+            for name, spec in plan.arguments.items()
+            if plan.roles[name] == "parameter"
+        )
+
+
 def test_what_is_asked_for_holds_within_a_form():
     program = mlp()
     plan = autoshard.plan(program, topology="v5e:2x4", mesh=MESH, form="dtensor", pins={"params.up": "None,model"})
