@@ -198,8 +198,8 @@ def verdict_of(row: RecipeTried, best: RecipeTried) -> str:
 def line_of(chosen: Recipe, rows: Sequence[RecipeTried]) -> str:
     """Return a sentence for the plan's words on the chosen recipe and its alternatives.
 
-    `rows` begins with the chosen recipe, the others by rank. If only one choice was open, the sentence lists the time
-    or verdict of at most `OTHERS` other values; else it names the next best recipe.
+    `rows` begins with the chosen recipe, the others by rank. If several choices were open, the sentence names the next
+    best recipe, else the time or verdict of at most `OTHERS` other values.
     """
     open_choices = [name for name, _ in chosen.choices if any(row.recipe.arguments[name] is not None for row in rows)]
     if len(open_choices) > 1:
