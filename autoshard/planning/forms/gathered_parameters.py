@@ -81,8 +81,8 @@ def _hold_batch(model: Model, groups: Groups, allowed: dict[int, NDArray[np.bool
         if f not in cluster.blocked and groups.of_factor[(cluster.id, f)] == groups.batch
     }
     for op_id, node in model.op_node.items():
-        factor = groups_of_op(model, groups, op_id).get(groups.batch)
-        factors |= {} if factor is None else {node: factor}
+        own = groups_of_op(model, groups, op_id)
+        factors |= {node: own[groups.batch]} if groups.batch in own else {}
     for node, factor in factors.items():
         mask = (model.nodes[node].states[:, list(axes)] == factor).all(axis=1)
         mask = mask & allowed[node] if node in allowed else mask
