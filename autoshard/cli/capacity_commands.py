@@ -26,7 +26,14 @@ def run_degrees(arguments: argparse.Namespace, answer: TextIO) -> int:
     """
     need_no_accelerator()  # nothing is traced or run
     from autoshard.base.files import write_whole
-    from autoshard.degrees import DEGREE_FORMS, choose_degrees, degree_figures, degree_report, gpu_decoder
+    from autoshard.degrees import (
+        DEGREE_FORMS,
+        choose_degrees,
+        degree_figures,
+        degree_report,
+        format_degrees,
+        gpu_decoder,
+    )
 
     choices = choose_degrees(
         gpu_decoder(arguments.program), arguments.topology, arguments.framework, arguments.batch, arguments.seq
@@ -37,6 +44,8 @@ def run_degrees(arguments: argparse.Namespace, answer: TextIO) -> int:
         print_json(degree_figures(choices), answer)
     else:
         print_rich(degree_report(choices), answer)
+        if arguments.out:
+            print(f"Written: {arguments.out}, of the first plan, {format_degrees(choices[0].run)}", file=answer)
     return 0
 
 

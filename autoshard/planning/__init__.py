@@ -52,6 +52,7 @@ from autoshard.planning.price.analysed_program import plan_bills as plan_bills
 from autoshard.planning.recipes.plan_dispatch import NamedSource as NamedSource
 from autoshard.planning.recipes.plan_dispatch import plan_any as plan_any
 from autoshard.planning.recipes.recipe import Recipe as Recipe
+from autoshard.planning.recipes.recipe import shortened as shortened
 from autoshard.planning.recipes.recipe_search import plan_recipes as plan_recipes
 from autoshard.planning.record.hlo_shardings import hlo_sharding as hlo_sharding
 from autoshard.planning.record.hlo_shardings import mesh_split as mesh_split

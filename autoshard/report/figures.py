@@ -52,9 +52,11 @@ def recipe_line(plan: Plan) -> str:
     A decision that the plan does not record, such as recomputation in a program of the user, is left out.
     """
     options = {} if plan.source is None else dict(plan.source.options)
+    trained = {"remat": "none", "optimizer": "adamw"} if options.get("train") else {}
     if plan.source is not None and plan.source.is_configuration:
-        trained = {"remat": "none", "optimizer": "adamw"} if options.get("train") else {}
         options = trained | {"dtype": "bfloat16"} | options
+    elif trained:  # a module computes in the dtype of its parameters
+        options = trained | {"dtype": largest_dtype(plan, "parameter")} | options
     options |= {} if plan.recipe is None else plan.recipe.chosen
     called = {word for call in plan.calls for part, word in _KERNELS.items() if part in call.name}
     scores = any(row.kind in ("exponential", "exp") for row in plan.ops) and not called

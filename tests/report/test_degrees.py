@@ -4,9 +4,12 @@ import dataclasses
 import io
 import json
 import tomllib
+from pathlib import Path
 
+import pytest
 from rich.console import Console
 
+from autoshard.cli import main
 from autoshard.degrees import DEGREE_FORMS, DegreeChoice, choose_degrees, degree_figures, degree_report, gpu_decoder
 
 
@@ -23,6 +26,17 @@ def test_figures_and_words_say_the_same() -> None:
     said = text.getvalue()
     assert f"dp{figures[0]['dp']} tp{figures[0]['tp']}" in said and f"{figures[0]['step_time_s']:.4g} s" in said
     assert f"{len(choices)} plans multiply" in said
+
+
+def test_the_written_plan_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Write the first plan, which waits least between nodes, and is not the fastest here."""
+    file = tmp_path / "llama.toml"
+    given = "hf:llama3-8b --topology h100:8*16 --batch 256 --seq 8192"
+    assert main(["degrees", *given.split(), "--out", str(file)]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    degrees = tomllib.loads(file.read_text())["parallelism"]
+    sharded, tensor = degrees["data_parallel_shard_degree"], degrees["tensor_parallel_degree"]
+    assert last.startswith(f"Written: {file}, of the first plan, dp{sharded} tp{tensor} pp1 ")
 
 
 def test_torchtitan_reads_the_batch_and_the_degrees() -> None:

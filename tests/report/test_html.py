@@ -207,6 +207,13 @@ def test_memory_timeline_and_tensors_come_before_other_meshes(plan: Plan):
     assert f"recipe: <bdi>{recipe_line(plan)}</bdi>" in page
 
 
+def test_a_billion_tokens_have_their_hours(plan: Plan):
+    counted = html_report(dataclasses.replace(plan, provenance=plan.provenance | {"tokens": 524288}))
+    # 256 devices take 3.22 s for the tokens of a step: 1e9 / 524288 * 3.22 / 3600 * 256 hours.
+    assert "163 k tokens/s" in counted and "a billion tokens take 437 hours of a device" in counted
+    assert "a billion tokens" not in html_report(plan)
+
+
 def test_hopeless_meshes_are_folded_away(plan: Plan):
     step = plan.prediction.step_time_s
     rows = [("data=32,model=8", step), ("data=64,model=4", 1.9 * step), ("data=256", 38 * step), ("model=256", None)]

@@ -64,6 +64,22 @@ def test_the_recipe_stands_below_the_step(plan: Plan):
     assert recipe_line(dataclasses.replace(stated, calls=(call,))).startswith("splash attention, remat dots")
 
 
+def test_the_recipe_of_a_torch_file_has_its_optimizer_and_dtype(plan: Plan):
+    source = {"source": {"program": "model.py", "options": {"train": True}}}
+    assert recipe_line(dataclasses.replace(plan, provenance=plan.provenance | source)) == (
+        "remat none, adamw, bfloat16, stored in bfloat16"
+    )
+
+
+def test_long_lists_of_names_in_other_recipes_are_counted(plan: Plan):
+    policy = "full,keep=q_proj/k_proj/v_proj,offload=o_proj/up_proj:30+none"
+    row = {"verdict": "", "step_time_s": 1.0, "peak_bytes": 1, "bound_s": None, "frontier": False}
+    rows = [row | {"choices": {"remat": each}} for each in ("none", policy)]
+    recipe = {"chosen": {"remat": "none"}, "tried": rows}
+    text = rendered(dataclasses.replace(plan, provenance=plan.provenance | {"recipe": recipe}), 120)
+    assert "remat full,keep=3 values,offload=o_proj/up_proj:30+none " in text
+
+
 def test_a_plan_that_does_not_fit_says_so(plan: Plan):
     tight = dataclasses.replace(
         plan, memory_limit_bytes=2**35, prediction=dataclasses.replace(plan.prediction, fits=False)

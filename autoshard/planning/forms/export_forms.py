@@ -8,7 +8,7 @@ from autoshard.errors import UserError
 from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.record.planned_stages import FORM_BY_STAGE
 from autoshard.planning.record.spec import Spec, is_stacked, layer_pattern
-from autoshard.program import Program
+from autoshard.program import WEIGHTS, Program
 
 
 class Rest(enum.StrEnum):
@@ -256,7 +256,7 @@ def gathered_specs(
     without such a dim keeps its spec. State without a spec of its own follows its parameter. `form` is one that
     gathers; see `expressible_specs` for the other arguments.
     """
-    own = {name: spec for name, spec in specs.items() if roles[name] == "parameter" and spec is not None}
+    own = {name: spec for name, spec in specs.items() if roles[name] in WEIGHTS and spec is not None}
     if form.replicates and not any(set(axes) & set(spec.axes) for spec in own.values()):
         return dict(specs)
     found = dict(specs)

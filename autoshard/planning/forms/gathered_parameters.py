@@ -1,7 +1,10 @@
 """Prices of frameworks that gather split parameters before use, while each process computes its part of the batch."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autoshard.planning.price.evaluate import evaluate
 from autoshard.planning.record.spec import Spec
@@ -11,6 +14,7 @@ from autoshard.planning.solve.weight_search import Candidate, evaluated_candidat
 from autoshard.planning.space.baselines import Stream, restricted, split_parameters, wide_axes
 from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.dim_groups import Groups
+from autoshard.planning.space.named_layouts import groups_of_op
 from autoshard.planning.space.plan_options import Limits
 from autoshard.planning.space.user_constraints import Required
 
@@ -37,8 +41,9 @@ def gathered_candidate(
     - `required`: the user's constraints.
     - `axes`: numbers of the axes that split the batch, while others split parameters alone; None for every axis.
 
-    The solver decides what lies between. None if an axis does not divide the batch, or if the solver completes no
-    choice in `SOLVE_S`.
+    Each of these axes splits every activation, and every op on one, along the batch alone, since the framework gathers
+    parameters whole. The solver decides the other axes, and values without the batch. None if an axis does not divide
+    the batch, or if the solver completes no choice in `SOLVE_S`.
     """
     axes = wide_axes(model, range(len(model.axis_sizes)) if axes is None else axes)
     arguments = model.program.arguments
@@ -47,6 +52,7 @@ def gathered_candidate(
     if wanted is None or groups.batch is None or groups.sizes[groups.batch] % _parts(model, axes):
         return None
     allowed = dict(wanted.allowed)
+    _hold_batch(model, groups, allowed, axes)
     for node, mask in required.allowed.items():
         allowed[node] = mask & allowed[node] if node in allowed else mask
         if not allowed[node].any():
@@ -60,6 +66,28 @@ def gathered_candidate(
     except ValueError:  # two alternatives exclude each other
         return None
     return evaluated_candidate(model, name, choices, outcome, limits.memory_bytes)
+
+
+def _hold_batch(model: Model, groups: Groups, allowed: dict[int, NDArray[np.bool_]], axes: Sequence[int]) -> None:
+    """Restrict tensors and ops that have the batch's dim to states in which `axes`, by number, split that dim.
+
+    Otherwise the solver may exchange activations and multiply by split parameters, as tensor parallelism does. Masks
+    are added to `allowed`; a tensor or op without such a state stays free.
+    """
+    factors = {
+        model.cluster_node[cluster.id]: f
+        for cluster in model.structure.clusters
+        for f in range(len(cluster.sizes))
+        if f not in cluster.blocked and groups.of_factor[(cluster.id, f)] == groups.batch
+    }
+    for op_id, node in model.op_node.items():
+        own = groups_of_op(model, groups, op_id)
+        factors |= {node: own[groups.batch]} if groups.batch in own else {}
+    for node, factor in factors.items():
+        mask = (model.nodes[node].states[:, list(axes)] == factor).all(axis=1)
+        mask = mask & allowed[node] if node in allowed else mask
+        if mask.any():
+            allowed[node] = mask
 
 
 def _parts(model: Model, axes: tuple[int, ...]) -> int:

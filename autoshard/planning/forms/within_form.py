@@ -42,6 +42,8 @@ HEARD = 60
 """Most sets of specs that are completed by XLA's propagation, which takes longer; it replaces `TRIES` then."""
 AHEAD = 12
 """Number of best sets from DTensor's propagation that XLA's propagation then completes."""
+RUN = 8
+"""Most sets of specs that are priced as a form that gathers runs them, once the search is over."""
 NAMED = 400
 """Most mappings of names that are priced for one plan."""
 
@@ -147,7 +149,7 @@ def plan_within(
         best, origin = _best_names(form, model, groups, found, required, limits)
     else:
         search = _FormSearch(form, model, groups, required, limits, progress)
-        gathered = search.gathered(found, groups) if form.gathers else None
+        gathered = search.gathered(found) if form.gathers else None
         several = form.tensor and len(wide_axes(model, range(len(model.axis_sizes)))) > 1
         best = search.run(found) if several or (gathered is None and form.tensor) else None
         best, origin = min((each for each in (gathered, best) if each is not None), key=_rank, default=None), {}
@@ -283,22 +285,47 @@ class _FormSearch:
             for specs in self.ahead(starts):
                 self.price_specs(specs)
         self.local_search()
-        return self.best
+        return self.as_run(starts) if self.form.gathers else self.best
 
-    def gathered(self, found: SearchResult, groups: Groups) -> Candidate | None:
-        """Return the best candidate that fits and gathers parameters which it splits as a choice in `found`; None
-        without one.
+    def gathered(self, found: SearchResult) -> Candidate | None:
+        """Return the best candidate that fits and splits the batch and all parameters over every axis; None without
+        one. Parameters are split along dims that a choice in `found` splits.
         """
-        candidates = []
-        tried: list[dict[str, Spec | None]] = []
+        axes = wide_axes(self.model, range(len(self.model.axis_sizes)))
+        made, tried = [], []
         for start in (found.best, *found.baselines.values()):
-            specs = self.specs(start.choices)
-            given = expressible_specs(self.form, specs, self.shapes, self.roles, self.model.mesh.axes)
-            if given not in tried:
-                tried.append(given)
-                made = gathered_candidate(self.form.name, self.model, groups, given, self.limits, self.required)
-                candidates += [] if made is None or not made.fits else [made]
-        return min(candidates, key=_rank, default=None)
+            specs = self.split_over(self.expressed(self.specs(start.choices)), axes)
+            if specs not in tried:
+                tried.append(specs)
+                made.append(self.gathering(specs, axes))
+        return min((each for each in made if each is not None and each.fits), key=_rank, default=None)
+
+    def as_run(self, starts: Iterable[Mapping[str, Spec]]) -> Candidate | None:
+        """Return the best candidate by its price once the form gathers parameters over the batch's axes; None without
+        one.
+
+        At most `RUN` sets of specs are priced so: `starts`, and then the best of the search.
+        """
+        found = sorted(((each, key) for key, each in self.tried.items() if each is not None), key=lambda e: _rank(e[0]))
+        made, tried = [], []
+        for given in (*map(self.expressed, starts), *(dict(key) for _, key in found)):
+            batch = {s.dims[0] for name, s in given.items() if self.roles[name] == Role.BATCH and s and s.dims}
+            axes = tuple(a for a, axis in enumerate(self.model.axis_names) if any(axis in names for names in batch))
+            specs = self.split_over(given, axes)
+            if specs not in tried and len(tried) < RUN:
+                tried.append(specs)
+                alone = self.tried.get(tuple(given.items()))
+                made.append((self.gathering(specs, axes) if axes else None) or alone)
+        return min((each for each in made if each is not None), key=_rank, default=None)
+
+    def split_over(self, given: Mapping[str, Spec | None], axes: tuple[int, ...]) -> dict[str, Spec | None]:
+        """Return specs in which the form splits parameters over some axes, by number."""
+        names = [self.model.axis_names[axis] for axis in axes]
+        return gathered_specs(self.form, given, self.shapes, self.roles, self.model.mesh.axes, names)
+
+    def gathering(self, specs: Mapping[str, Spec | None], axes: tuple[int, ...]) -> Candidate | None:
+        """Return the candidate in which some axes, by number, split the batch and parameters with given specs."""
+        return gathered_candidate(self.form.name, self.model, self.groups, specs, self.limits, self.required, axes)
 
     def ahead(self, starts: Iterable[Mapping[str, Spec]]) -> list[dict[str, Spec]]:
         """Return the specs of the `AHEAD` best candidates under DTensor's propagation, which is faster than XLA's.
@@ -335,13 +362,17 @@ class _FormSearch:
         """Return the specs of arguments with a cluster under choices, by name."""
         return {name: tensor_spec(self.model, choices, tensor) for name, tensor in self.tensors.items()}
 
+    def expressed(self, specs: Mapping[str, Spec]) -> dict[str, Spec | None]:
+        """Return specs of arguments as the form expresses them."""
+        return expressible_specs(self.form, specs, self.shapes, self.roles, self.model.mesh.axes)
+
     def price_specs(self, specs: Mapping[str, Spec] | None) -> None:
         """Price a set of specs, as the form expresses it, once; store it if it is the best so far. None, or a spent
         search, does nothing.
         """
         if specs is None or self.spent:
             return
-        given = expressible_specs(self.form, specs, self.shapes, self.roles, self.model.mesh.axes)
+        given = self.expressed(specs)
         key = tuple(given.items())
         if key not in self.tried:
             self.tried[key] = candidate = self.candidate_of(given)

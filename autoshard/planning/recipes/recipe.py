@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,9 @@ TIGHT = 0.8
 """Share of the memory limit from which a lack of memory may slow a plan down. Recipes with more microbatches, or with
 state on the hosts, are tried only from this share on.
 """
+
+OTHERS = 4
+"""Most values of a choice, other than the chosen one, that the plan's words name."""
 
 _LESS_MEMORY = {"remat": 1, "microbatches": 1, "batch": -1, "host": 1}
 """Options of a source that the planner may choose, mapped to 1 if later values need less memory and to -1 if they need
@@ -167,6 +171,14 @@ def difference(recipe: Recipe, other: Recipe) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in changed if value is not None)
 
 
+def shortened(words: str) -> str:
+    """Return words on a recipe in which lists of three or more names, as in `keep=q_proj/k_proj/v_proj`, are counted.
+
+    The plan file and the line on the chosen recipe have all names.
+    """
+    return re.sub(r"(?<==)[^,\s/]+(?:/[^,\s/]+){2,}", lambda found: f"{found[0].count('/') + 1} values", words)
+
+
 def verdict_of(row: RecipeTried, best: RecipeTried) -> str:
     """Return the reason for which a recipe was rejected; empty for the best one.
 
@@ -186,20 +198,22 @@ def verdict_of(row: RecipeTried, best: RecipeTried) -> str:
 def line_of(chosen: Recipe, rows: Sequence[RecipeTried]) -> str:
     """Return a sentence for the plan's words on the chosen recipe and its alternatives.
 
-    `rows` begins with the chosen recipe, the others by rank. If only one choice was open, the sentence lists the time
-    or verdict of each other value; else it names the next best recipe.
+    `rows` begins with the chosen recipe, the others by rank. If several choices were open, the sentence names the next
+    best recipe, else the time or verdict of at most `OTHERS` other values.
     """
     open_choices = [name for name, _ in chosen.choices if any(row.recipe.arguments[name] is not None for row in rows)]
     if len(open_choices) > 1:
         planned = [row for row in rows if row.step_time_s is not None]
-        next_best = f"; next best: {planned[1].recipe}, {planned[1].verdict}" if len(planned) > 1 else ""
+        best = planned[1] if len(planned) > 1 else None
+        next_best = f"; next best: {shortened(str(best.recipe))}, {best.verdict}" if best is not None else ""
         return f"recipe {chosen} (of {len(rows)}{next_best})"
     name = (open_choices or [chosen.choices[0][0]])[0]
     others = ", ".join(
-        f"{row.recipe.arguments[name] or 1} "
+        f"{shortened(str(row.recipe.arguments[name] or 1))} "
         f"{row.verdict if row.step_time_s is None else format_seconds(row.step_time_s)}"
-        for row in rows[1:]
+        for row in rows[1 : OTHERS + 1]
     )
+    others += f", and {len(rows) - OTHERS - 1} more" if len(rows) > OTHERS + 1 else ""
     value = chosen.arguments[name] or 1
     return f"{name.replace('_', ' ')} {value}" + (f" (instead: {others})" if others else "")
 

@@ -1,6 +1,7 @@
 """Report of one tensor's spec, of the limits of a plan, and of its alternatives."""
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -244,7 +245,7 @@ def _compute(plan: Plan) -> list[str]:
     lines: dict[str, list[PlannedOp]] = {}
     for op in plan.ops:
         if op.line or op.name:
-            lines.setdefault(op.line or readable(op.name), []).append(op)
+            lines.setdefault(_place(plan, op), []).append(op)
     costly = sorted(lines.items(), key=lambda item: -sum(op.compute_s for op in item[1]))
     named = []
     for line, ops in costly[:3]:
@@ -258,6 +259,17 @@ def _compute(plan: Plan) -> list[str]:
     shares = ", ".join(named)
     sentence = f"Compute is {compute:.0%} of the step. Its costliest lines, as shares of the step: {shares}."
     return [sentence, *_softmax_in_memory(costly, step)]
+
+
+def _place(plan: Plan, op: PlannedOp) -> str:
+    """Return the source line of an op, else words for it.
+
+    An optimizer that the planner adds to a model has no source line; its ops are outside of loops and gradients.
+    """
+    updates = "optimizer_state" in plan.roles.values()
+    if not op.line and updates and re.fullmatch(r"jit\(\w+\)/\w+", op.name):
+        return "the optimizer's update"
+    return op.line or readable(op.name)
 
 
 def _kinds(ops: Sequence[PlannedOp]) -> str:

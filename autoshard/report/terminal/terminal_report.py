@@ -12,7 +12,18 @@ from rich.text import Text
 
 from autoshard.base.units import format_bytes, format_count, format_seconds
 from autoshard.exec import CompileReport, Verdict, compile_notes
-from autoshard.planning import USUAL, Collective, Plan, Prediction, Recipe, Spec, axis_words, mesh_words, spec_text
+from autoshard.planning import (
+    USUAL,
+    Collective,
+    Plan,
+    Prediction,
+    Recipe,
+    Spec,
+    axis_words,
+    mesh_words,
+    shortened,
+    spec_text,
+)
 from autoshard.report.display import clean, fold, readable
 from autoshard.report.figures import best_baseline, fixed_lines, recipe_line, tensor_bytes
 from autoshard.report.schedule_picture import schedule_report
@@ -345,7 +356,7 @@ def _recipes(plan: Plan) -> RenderableType | None:
     for row in tried[: RECIPES + 1]:
         mark = " *" if row["frontier"] else ""
         table.add_row(
-            Text(clean(str(Recipe(tuple(row["choices"].items()))))),
+            Text(clean(shortened(str(Recipe(tuple(row["choices"].items())))))),
             "" if row["step_time_s"] is None else format_seconds(row["step_time_s"]),
             "" if row["peak_bytes"] is None else format_bytes(row["peak_bytes"]) + mark,
             Text(clean(row["verdict"] or "chosen")),

@@ -1,6 +1,9 @@
 """Auto-sharding through `distribute_module`, and the checks of PyTorch/XLA's own test of auto-sharding."""
 
 import math
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -71,6 +74,31 @@ def test_what_a_policy_refuses():
         "autoshard.auto_policy plans the first step of PyTorch/XLA, but the device mesh is"
     )
     assert said["moved"].startswith("`0.weight` is on the XLA device already: give distribute_module the module on the")
+
+
+MOVES = """
+import torch, torch_xla.runtime as xr
+{ask}
+torch.nn.Linear(8, 8).to("xla")
+print("moved")
+"""
+
+
+@pytest.mark.parametrize(
+    ("ask", "mesh", "sentence"),
+    [
+        ("xr.use_spmd(auto=True)", "3,2", "XLA_AUTO_SPMD_MESH=3,2 names 6 devices, but PyTorch/XLA sees 8: give sizes"),
+        ("", "3,2", "XLA_AUTO_SPMD_MESH=3,2 names 6 devices, but PyTorch/XLA sees 8: give sizes"),
+        ("", "x=4,2", "XLA_AUTO_SPMD_MESH=x=4,2: mesh 'x=4,2' names some axes and not others; write all names"),
+    ],
+)
+def test_a_mesh_of_other_devices_is_refused_before_the_first_step(ask: str, mesh: str, sentence: str):
+    asked = {} if ask else {"XLA_AUTO_SPMD": "1"}
+    here = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "XLA_AUTO_SPMD_MESH": mesh} | asked
+    code = "import autoshard.torch_xla\n" + MOVES.format(ask=ask)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | here)
+    assert ran.returncode and "moved" not in ran.stdout
+    assert sentence in ran.stderr.strip().splitlines()[-1]
 
 
 @pytest.mark.full

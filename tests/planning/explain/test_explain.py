@@ -218,5 +218,10 @@ def test_lines_that_take_most_compute_are_named_with_their_limit() -> None:
     assert any("softmax at model.py:7" in line and "(20% of the step)" in line for line in lines)
     fused = [op for op in ops if op.kind != "exponential"]
     assert not any("softmax" in line for line in step_limits(dataclasses.replace(plan, ops=tuple(fused))))
+    added = dataclasses.replace(planned_op("add", "", 0.3 * step, "memory"), name="jit(step)/add")
+    for role, words in (("parameter", "add"), ("optimizer_state", "the optimizer's update")):
+        roles = dict.fromkeys(plan.roles, role)
+        named = step_limits(dataclasses.replace(plan, prediction=prediction, ops=(added,), roles=roles))
+        assert any(f"as shares of the step: {words} 30% (add, limited" in line for line in named), named
     waiting = dataclasses.replace(prediction, compute_s=0.4 * step)
     assert not any(line.startswith("Compute is") for line in step_limits(dataclasses.replace(plan, prediction=waiting)))

@@ -113,6 +113,57 @@ def test_planned_within_a_form_it_is_faster_than_what_the_form_holds_of_a_plan()
     assert any(spec.axes for spec in plan.arguments.values())
 
 
+def trained(batch: int) -> Program:
+    """Trace a training step of two matrices of 512 x 2048 by SGD."""
+
+    def step(params, x, y):
+        def loss(params):
+            return jnp.mean((jax.nn.relu(x @ params["up"]) @ params["down"] - y) ** 2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    return trace(step, ({"up": f32(512, 2048), "down": f32(2048, 512)}, f32(batch, 512), f32(batch, 512)), name="mlp")
+
+
+@pytest.mark.parametrize("batch", [64, 65536])
+@pytest.mark.parametrize("form", ["accelerate", "torchtitan"])
+def test_a_plan_for_fsdp_has_the_price_of_fsdp(form: str, batch: int):
+    """Judge by what FSDP sends: every parameter is gathered before its uses, and its gradient is scattered.
+
+    A plan without the form leaves parameters whole for many rows, and exchanges activations for few.
+    """
+    program = trained(batch)
+    plan = autoshard.plan(program, topology="h100:8", mesh={"data": 8}, form=form)
+    parameters = [spec for name, spec in plan.arguments.items() if plan.roles[name] == "parameter"]
+    assert len(parameters) == 2 and all(spec.axes == ("data",) for spec in parameters)
+    one = 512 * 2048 * 4 * 7 / 8
+    sent = {kind: 0.0 for kind in ("all-gather", "reduce-scatter")}
+    for each in plan.prediction.collectives:
+        assert each.kind in sent
+        sent[each.kind] += each.wire_bytes
+    assert sent["reduce-scatter"] == pytest.approx(2 * one, rel=0.01)
+    # The first matrix has no use in the backward pass, since the input has no gradient.
+    assert 2 * one * 0.99 < sent["all-gather"] < 4 * one * 1.01
+
+
+@pytest.mark.parametrize("form", ["torchtitan", "fsdp2", "transformers"])
+@pytest.mark.parametrize("batch", [64, 4096])
+def test_a_plan_for_fsdp_and_tensor_parallelism_has_the_price_of_its_export(form: str, batch: int):
+    program = trained(batch)
+    plan = autoshard.plan(program, topology="h100:8", mesh=MESH, form=form)
+    stripped = dataclasses.replace(plan, provenance={k: v for k, v in plan.provenance.items() if k != "for"})
+    held = price_form(stripped, program, form_named(form))
+    assert held is not None
+    assert held.step_time_s == pytest.approx(plan.prediction.step_time_s, rel=0.02)
+    assert held.peak_bytes == pytest.approx(plan.prediction.peak_bytes, rel=0.02)
+    if form == "torchtitan" and plan.batch_axes:
+        assert all(
+            set(plan.batch_axes) <= set(spec.axes)
+            for name, spec in plan.arguments.items()
+            if plan.roles[name] == "parameter"
+        )
+
+
 def test_what_is_asked_for_holds_within_a_form():
     program = mlp()
     plan = autoshard.plan(program, topology="v5e:2x4", mesh=MESH, form="dtensor", pins={"params.up": "None,model"})

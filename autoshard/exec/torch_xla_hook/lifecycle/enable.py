@@ -15,6 +15,7 @@ from autoshard.exec.torch_xla_hook.capture.value_reads import read_whole
 from autoshard.exec.torch_xla_hook.lifecycle.hook_session import Session
 from autoshard.exec.torch_xla_hook.pins.compiled_regions import pin_regions
 from autoshard.exec.torch_xla_hook.pins.input_placement import PlannedInputs, watch_moves
+from autoshard.exec.torch_xla_hook.planning.runtime_topology import mesh_here
 from autoshard.exec.torch_xla_hook.values.device_kernels import expand_norms, lower_to_slices
 from autoshard.exec.torch_xla_hook.values.lazy_tensors import leaves, live_on_xla, xlac
 from autoshard.exec.torch_xla_hook.values.live_marks import is_split, sharding_text
@@ -71,16 +72,20 @@ def install() -> None:
 
     @functools.wraps(original)
     def use_spmd(auto: bool | None = False) -> None:
-        """Turn on auto-sharding if `auto` or the environment asks for it, else only SPMD mode."""
+        """Turn on auto-sharding if `auto` or the environment asks for it, else only SPMD mode.
+
+        Raises `UserError` as `enable` and `mesh_here` do.
+        """
         if auto or asked_by_environment():
             enable(original)
+            mesh_here()
         else:
             original()
 
     _installed.append(use_spmd)
     xr.use_spmd = use_spmd
     if asked_by_environment():
-        xr.use_spmd(auto=True)
+        enable(original)  # the import must not start the runtime, which would take the devices from child processes
 
 
 def enable(use_spmd: Callable[[], None]) -> Session:

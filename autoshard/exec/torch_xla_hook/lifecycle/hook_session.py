@@ -195,7 +195,12 @@ class Session:
             self.arm()
 
     def await_module(self, module: Any) -> None:
-        """Prepare to plan the first step of a module that has moved from the host to the device; watch from now on."""
+        """Prepare to plan the first step of a module that has moved from the host to the device; watch from now on.
+
+        Raises `UserError` for an environment that names no mesh of the devices: before the first step, not in it.
+        """
+        if self.mesh is None:
+            mesh_here()
         self._moved.add(module)
         self.ahead.moved(module)
         self.arm()

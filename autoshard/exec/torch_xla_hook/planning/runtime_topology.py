@@ -73,7 +73,10 @@ def mesh_here() -> dict[str, int] | None:
     text = os.environ.get(MESH_VARIABLE, "").strip()
     if text.lower() == AUTO:
         return None
-    sizes = parse_mesh(text) if text else {"data": count, "model": 1}
+    try:
+        sizes = parse_mesh(text) if text else {"data": count, "model": 1}
+    except UserError as error:
+        raise UserError(f"{MESH_VARIABLE}={text}: {error}") from None
     devices = 1
     for size in sizes.values():
         devices *= size
