@@ -78,7 +78,12 @@ def test_dataclasses_and_late_imports_work_in_a_file(tmp_path):
         ),
         (
             "import sys, jax\ndef f(x):\n    sys.exit(3)\nprogram = f, (jax.ShapeDtypeStruct((4,), 'float32'),)\n",
-            r"`model` could not be traced by JAX: SystemExit: 3\.",
+            r"`model` could not be traced by JAX: SystemExit: 3 \(model.py:3\)\.",
+        ),
+        (
+            "import jax\ndef f(x):\n    if x.sum() > 0:\n        return x\n"
+            "def program():\n    return f, (jax.ShapeDtypeStruct((4,), 'float32'),)\n",
+            r"traced by JAX: TracerBoolConversionError: .* \(model.py:3\)\.",
         ),
         (
             "import torch\nclass End(BaseException): ...\nclass M(torch.nn.Module):\n    def forward(self, x):\n"

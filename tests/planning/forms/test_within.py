@@ -154,3 +154,22 @@ def test_every_choice_of_a_propagation_is_one():
             choices = Propagation(model, rest).choices({})
             assert all(0 <= c < len(n.states) for c, n in zip(choices, model.nodes, strict=True))
             assert all(not np.any(n.states[c] >= 0) for c, n in zip(choices, model.nodes, strict=True))
+
+
+@pytest.mark.parametrize("form", ["jax", "flax", "maxtext", "dtensor"])
+def test_a_plan_without_the_programs_own_constraints_is_priced_without_them(form: str):
+    mesh = jax.sharding.AbstractMesh((4, 2), tuple(MESH), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def step(params, x, own):
+        hidden = x @ params["up"]
+        if own:
+            spec = jax.sharding.PartitionSpec(None, "data")
+            hidden = jax.lax.with_sharding_constraint(hidden, jax.sharding.NamedSharding(mesh, spec))
+        return hidden @ params["down"]
+
+    args = ({"up": f32(512, 2048), "down": f32(2048, 512)}, f32(2048, 512))
+    own = trace(lambda params, x: step(params, x, True), args, name="mlp")
+    free = trace(lambda params, x: step(params, x, False), args, name="mlp")
+    asked = {"topology": "v5e:2x4", "mesh": MESH, "pins": {"params.*": "None,None", "x": "None,None"}}
+    lifted = price_form(autoshard.plan(own, ignore_constraints=True, **asked), own, form_named(form))
+    assert lifted == price_form(autoshard.plan(free, **asked), free, form_named(form))
