@@ -70,7 +70,27 @@ def recipe_line(plan: Plan) -> str:
         words += [f"stored in {stored.pop()}"]
     else:
         words += [f"{named[role]} {dtype}" for role, dtype in by_role.items() if dtype]
+    words += default_sizes(plan)
     return ", ".join(map(str, words)) or "no parameters"
+
+
+def default_sizes(plan: Plan) -> list[str]:
+    """Return the sizes of an `hf:` program that the user did not give: `batch 8, seq 1024 (defaults)`.
+
+    The list has at most one entry. Serving steps read one token of a sequence, so their length is that of the cache.
+    """
+    source = plan.source
+    if source is None or not source.is_configuration:
+        return []
+    given = dict(source.options) | ({} if plan.recipe is None else plan.recipe.chosen)
+    shapes = [plan.shapes[name] for name, role in plan.roles.items() if role == "batch" and plan.shapes.get(name)]
+    sizes = {"batch": max((shape[0] for shape in shapes), default=0)}
+    if plan.origin.tokens and not given.get("serve"):
+        rows = [shape[1] for shape in shapes if len(shape) == 2]
+        sizes["seq"] = max(rows, default=0)
+    left = [f"{name} {size}" for name, size in sizes.items() if size and given.get(name) is None]
+    noun = "default" if len(left) == 1 else "defaults"
+    return [f"{', '.join(left)} ({noun})"] if left else []
 
 
 def largest_dtype(plan: Plan, role: str) -> str:
