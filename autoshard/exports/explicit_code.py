@@ -140,13 +140,11 @@ def check_explicit(plan: Plan, program: Program | None) -> None:
 def explicit_text(plan: Plan, sentence: str, program: Program | None = None) -> str:
     """Return the plan's code for explicit mode; without its program the code has no hints.
 
-    `sentence` is the predicted step. If it is a prediction, a remark adds that it holds for `jit_unchanged`. Raises:
+    `sentence` is the predicted step. Raises:
     UserError for a plan of a program that is not JAX code, and for a program other than the planned one.
     """
     check_explicit(plan, program)
     hints: list[Hint] = []
-    if sentence.startswith("Predicted"):
-        sentence += " It is for `jit_unchanged`; a step with the hints is not priced."
     lacks = ["hints inside of the step, for which its program is needed."]
     if program is not None:
         hints, in_gradients = explicit_hints(plan, program)
