@@ -12,6 +12,7 @@ from autoshard.exec import CompileReport, Estimate, Verdict
 from autoshard.planning import Call, Plan
 from autoshard.report import terminal_report
 from autoshard.report.figures import recipe_line
+from autoshard.report.terminal.explanation_report import cause_text
 
 
 def rendered(plan: Plan, width: int = 80, color: bool = False) -> str:
@@ -60,6 +61,9 @@ def test_the_recipe_stands_below_the_step(plan: Plan):
     options = {"source": {"program": "hf:llama3-8b", "options": {"remat": "dots", "microbatches": 4}}}
     stated = dataclasses.replace(plan, provenance=plan.provenance | options)
     assert recipe_line(stated).startswith("remat dots, microbatches 4, bfloat16, stored in bfloat16")
+    assert recipe_line(stated).endswith("stored in bfloat16, batch 64 (default)")
+    options["source"]["options"]["batch"] = 64
+    assert "default" not in recipe_line(dataclasses.replace(plan, provenance=plan.provenance | options))
     call = Call(0, "splash_mha_fwd", (), (), ())
     assert recipe_line(dataclasses.replace(stated, calls=(call,))).startswith("splash attention, remat dots")
 
@@ -177,3 +181,19 @@ def test_a_plan_with_nothing_to_tell_is_still_a_report(plan: Plan):
         ),
     )
     assert "no baseline to compare with" in rendered(bare)
+
+
+def test_a_sum_for_a_parameter_or_its_state_is_one_of_its_gradient(plan: Plan):
+    names = ["params.up", "state.mu.up", "x"]
+    named = dataclasses.replace(
+        plan,
+        shapes={"params.up": (8, 4), "state.mu.up": (8, 4), "x": (2, 8)},
+        roles=dict(zip(names, ("parameter", "optimizer_state", "batch"), strict=True)),
+    )
+    first = plan.prediction.collectives[0]
+    texts = {
+        kind: [cause_text(named, dataclasses.replace(first, kind=kind, cause=name)) for name in names]
+        for kind in ("reduce-scatter", "all-gather")
+    }
+    assert texts["reduce-scatter"] == ["gradient of params.up", "gradient of params.up", "x"]
+    assert texts["all-gather"] == names
