@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,7 +50,7 @@ _KERNELS = {"splash": "splash attention", "cudnn_attention": "cuDNN attention", 
 def recipe_line(plan: Plan) -> str:
     """Return the decisions of the step besides mesh and sharding in a line: attention, recomputation, dtypes.
 
-    A decision that the plan does not record, such as recomputation in a program of the user, is left out.
+    A decision that the plan neither records nor shows in the names of its ops is left out.
     """
     options = {} if plan.source is None else dict(plan.source.options)
     if plan.source is not None and plan.source.is_configuration:
@@ -61,6 +62,7 @@ def recipe_line(plan: Plan) -> str:
     attention = sorted(called) or (["attention in memory"] if options.get("attention") == "plain" and scores else [])
     words = [*attention]
     words += [f"{name} {value}" for name in ("remat", "microbatches", "host") if (value := options.get(name))]
+    words += _found_in(plan, options)
     words += [options["optimizer"]] if options.get("optimizer") else []
     words += [options["dtype"]] if options.get("dtype") else []
     by_role = {role: largest_dtype(plan, role) for role in ("parameter", "frozen", "optimizer_state")}
@@ -72,6 +74,23 @@ def recipe_line(plan: Plan) -> str:
         words += [f"{named[role]} {dtype}" for role, dtype in by_role.items() if dtype]
     words += default_sizes(plan)
     return ", ".join(map(str, words)) or "no parameters"
+
+
+_LOOPED_GRADIENT = re.compile(r"while/body.*transpose\(jvp")
+"""Pattern of the names of a gradient's ops in a loop around the whole gradient; a loop over layers is inside of it."""
+
+
+def _found_in(plan: Plan, options: Mapping[str, Any]) -> list[str]:
+    """Return the decisions that the names of the step's ops show, if `options` do not state them: recomputation, and
+    gradients in a loop, as those of microbatches are.
+    """
+    names = [row.name for row in plan.ops]
+    words = []
+    if not options.get("remat") and any("rematted_computation" in name for name in names):
+        words.append("values recomputed")
+    if not options.get("microbatches") and any(_LOOPED_GRADIENT.search(name) for name in names):
+        words.append("gradients in a loop")
+    return words
 
 
 def default_sizes(plan: Plan) -> list[str]:

@@ -4,9 +4,12 @@ import dataclasses
 import io
 import itertools
 
+import jax
+import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
+import autoshard
 from autoshard.base.units import format_bytes, format_seconds
 from autoshard.exec import CompileReport, Estimate, Verdict
 from autoshard.planning import Call, Plan
@@ -197,3 +200,23 @@ def test_a_sum_for_a_parameter_or_its_state_is_one_of_its_gradient(plan: Plan):
     }
     assert texts["reduce-scatter"] == ["gradient of params.up", "gradient of params.up", "x"]
     assert texts["all-gather"] == names
+
+
+@pytest.mark.parametrize(("remat", "loop"), [(False, False), (True, False), (False, True), (True, True)])
+def test_the_recipe_of_a_step_of_ones_own_is_found_in_it(remat: bool, loop: bool):
+    def layer(x, w):
+        return jnp.tanh(x @ w), None
+
+    def loss(w, x):
+        return jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, w)[0].mean()
+
+    def step(w, x):
+        if not loop:
+            return w - jax.grad(loss)(w, x)
+        return (
+            w - jax.lax.scan(lambda sums, part: (sums + jax.grad(loss)(w, part), None), 0 * w, x.reshape(2, 8, 16))[0]
+        )
+
+    args = (jax.ShapeDtypeStruct((3, 16, 16), "float32"), jax.ShapeDtypeStruct((16, 16), "float32"))
+    line = recipe_line(autoshard.plan(autoshard.trace(step, args), topology="cpu:2"))
+    assert ("values recomputed" in line, "gradients in a loop" in line) == (remat, loop), line
