@@ -210,7 +210,7 @@ def _swept(arguments: argparse.Namespace, answer: TextIO, pool: "RayPool | None"
     if arguments.json:
         print_json(sweep_figures(rows, prices, arguments.tokens), answer)
     else:
-        print_rich(sweep_report(rows, prices, arguments.tokens), answer)
+        print_rich(sweep_report(rows, prices, arguments.tokens), answer, whole=True)
         if arguments.out is not None:
             print(f"Kept in {arguments.out}", file=answer)
     if all(row.failed for row in rows):
@@ -260,7 +260,7 @@ def report_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
         more = f", and {len(pages)} pages of plans in {_folder_of(arguments.out)}" if pages else ""
         print(f"Written: {arguments.out}{more}", file=answer)
     else:
-        print_rich(sweep_report(rows, prices, tokens), answer)
+        print_rich(sweep_report(rows, prices, tokens), answer, whole=True)
     return 0
 
 

@@ -173,7 +173,7 @@ def _compare(arguments: argparse.Namespace, answer: TextIO, pool: "RayPool | Non
     if arguments.json:
         print_json(comparison_figures(rows), answer)
     else:
-        print_rich(comparison_report(planned.plan, rows), answer)
+        print_rich(comparison_report(planned.plan, rows), answer, whole=True)
     return 0
 
 

@@ -49,18 +49,13 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
     mode = group.add_mutually_exclusive_group()
     mode.add_argument("--train", action="store_true", default=None, help="a training step: loss, backward, optimizer")
     mode.add_argument("--infer", action="store_false", dest="train", default=None, help="a forward pass")
+    sequences = "sequences in one step, over all devices (default: 8)" + best
     if several:
-        group.add_argument(
-            "--batch",
-            type=chosen(numbers),
-            metavar="N,N,...",
-            help="sequences in one step, over all devices" + best,
-        )
+        group.add_argument("--batch", type=chosen(numbers), metavar="N,N,...", help=sequences)
     else:
-        group.add_argument(
-            "--batch", type=chosen(positive), metavar="N", help="sequences in one step, over all devices" + best
-        )
-    group.add_argument("--seq", type=positive, metavar="N", help="tokens of one sequence")
+        group.add_argument("--batch", type=chosen(positive), metavar="N", help=sequences)
+    length = "tokens of one sequence (default: the model's context, at most 1024)"
+    group.add_argument("--seq", type=positive, metavar="N", help=length)
     group.add_argument("--image", type=positive, metavar="N", help="pixels of one side, for models of images")
     group.add_argument("--dtype", metavar="DTYPE", help="dtype of the computation (default: bfloat16)")
     group.add_argument("--param-dtype", metavar="DTYPE", help="dtype of parameters (default: float32 in training)")

@@ -22,10 +22,21 @@ def print_json(value: dict[str, Any], answer: TextIO) -> None:
     answer.write("\n")
 
 
-def print_rich(renderable: Any, answer: TextIO) -> None:
-    """Print a rich page to the stream `answer`."""
+def print_rich(renderable: Any, answer: TextIO, whole: bool = False) -> None:
+    """Print a rich page to the stream `answer`; with `whole`, as wide as its lines are unless that is a terminal."""
     from rich.console import Console
+    from rich.measure import Measurement
 
     from autoshard.report import Printable
 
-    Console(file=answer).print(Printable(renderable))
+    console = Console(file=answer)
+    if whole and not console.is_terminal:
+        limitless = console.options.update(width=_LIMITLESS)
+        console = Console(
+            file=answer, width=max(console.width, Measurement.get(console, limitless, renderable).maximum)
+        )
+    console.print(Printable(renderable))
+
+
+_LIMITLESS = 10_000
+"""Width in characters that no line of a report has."""

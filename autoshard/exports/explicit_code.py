@@ -4,6 +4,7 @@ from autoshard.errors import UserError
 from autoshard.exports.explicit_values import Hint, advice, explicit_hints
 from autoshard.exports.export_text import (
     ON_SHARDS,
+    STATIC,
     batch_axes,
     comment,
     convolves,
@@ -19,6 +20,8 @@ from autoshard.program import SUFFIXES, Program
 
 
 _EXPLICIT = '''
+import inspect
+
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
@@ -62,25 +65,28 @@ def hint(place, value):
     spec = at(place)
     return value if spec is None else jax.sharding.reshard(value, spec)
 
-{on_shards}
+{static}{on_shards}
 def jit(fn, args, mesh=None, **options):
     """`jax.jit` of a step that is written in explicit mode; its results are brought to the plan's specs.
 
     `args` are its arguments as they were planned, or their shapes. The function that is returned puts its own.
     """
     mesh = make_mesh() if mesh is None else mesh
-{given}    leaves, tree = jax.tree.flatten(tuple(args))
+    static = static_positions(fn, len(args), options)
+    free, whole = split(args, static)
+    bound = (lambda *values: fn(*whole(values))) if static else fn
+{given}    leaves, tree = jax.tree.flatten(free)
     given = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         for leaf, sharding in zip(leaves, shardings(ARGUMENTS, mesh).values(), strict=True)
     ]
     with jax.set_mesh(mesh):
-        outs = jax.tree.structure(jax.eval_shape(fn, *tree.unflatten(given)))
-    step = jax.jit(fn, out_shardings=outs.unflatten(shardings(RESULTS, mesh).values()), **options)
+        outs = jax.tree.structure(jax.eval_shape(bound, *tree.unflatten(given)))
+    step = jax.jit(bound, out_shardings=outs.unflatten(shardings(RESULTS, mesh).values()), **options)
 
     def run(*args):
         with jax.set_mesh(mesh):
-            return step(*put(args, mesh))
+            return step(*put(split(args, static)[0], mesh))
 
     return run
 
@@ -88,9 +94,13 @@ def jit(fn, args, mesh=None, **options):
 def jit_unchanged(fn, args, mesh=None, **options):
     """The same for a step as it was planned: explicit types without, XLA's propagation within."""
     mesh = make_mesh() if mesh is None else mesh
-    outs = jax.tree.structure(jax.eval_shape(fn, *args))
+    static = static_positions(fn, len(args), options)
+    free, whole = split(args, static)
+    bound = (lambda *values: fn(*whole(values))) if static else fn
+    outs = jax.tree.structure(jax.eval_shape(bound, *free))
     within = jax.sharding.auto_axes({step}, out_sharding=outs.unflatten(shardings(RESULTS, mesh).values()))
-    return jit(within, args, mesh, **options)
+    step = jit(within, free, mesh, **options)
+    return lambda *args: step(*split(args, static)[0])
 
 
 {arguments}
@@ -130,13 +140,11 @@ def check_explicit(plan: Plan, program: Program | None) -> None:
 def explicit_text(plan: Plan, sentence: str, program: Program | None = None) -> str:
     """Return the plan's code for explicit mode; without its program the code has no hints.
 
-    `sentence` is the predicted step. If it is a prediction, a remark adds that it holds for `jit_unchanged`. Raises:
+    `sentence` is the predicted step. Raises:
     UserError for a plan of a program that is not JAX code, and for a program other than the planned one.
     """
     check_explicit(plan, program)
     hints: list[Hint] = []
-    if sentence.startswith("Predicted"):
-        sentence += " It is for `jit_unchanged`; a step with the hints is not priced."
     lacks = ["hints inside of the step, for which its program is needed."]
     if program is not None:
         hints, in_gradients = explicit_hints(plan, program)
@@ -155,13 +163,14 @@ def explicit_text(plan: Plan, sentence: str, program: Program | None = None) -> 
             )
     instead = "types decide, or XLA's propagation in `jit_unchanged`, but for those in HINTS"
     pinned = unpinned(plan, instead, on_shards=True)
-    on_shards, step, given, batch = "", "fn", "", ""
+    on_shards, step, given, batch = "", "bound", "", ""
     if convolves(plan):
-        on_shards, step = ON_SHARDS.format(parameters="fn", run=_RUN), "on_shards(fn)"
-        given = f"    fn = {step}\n"
+        on_shards, step = ON_SHARDS.format(parameters="fn", run=_RUN), "on_shards(bound)"
+        given = f"    bound = {step}\n"
         batch = f"\nBATCH = {batch_axes(plan)!r}"
     return head(plan, (*pinned, *lacks), sentence) + _EXPLICIT.format(
         mesh=f"MESH = {plan.mesh!r}{batch}",
+        static=STATIC,
         on_shards=on_shards,
         step=step,
         given=given,

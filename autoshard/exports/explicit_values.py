@@ -92,6 +92,8 @@ class _Typer:
         self.ops: dict[int, Op] = {}
         self.reached: set[int] = set()
         self.hints: list[Hint] = []
+        self.around = [""]
+        """Lines of the equations around the present one, outer first; an equation without a line has that before it."""
 
     # Ops of the program that the equations were lowered to
 
@@ -184,9 +186,17 @@ class _Typer:
         Equations of a backward pass give None. A `while` gives the types of its initial values, a `cond` those of its
         last branch.
         """
-        name, params = eqn.primitive.name, eqn.params
         if _of_gradient(stack):
             return [None] * len(eqn.outvars)
+        self.around.append(_line(eqn) or self.around[-1])
+        try:
+            return self._types_at(eqn, ins, stack)
+        finally:
+            self.around.pop()
+
+    def _types_at(self, eqn: Any, ins: list[Dims | None], stack: str) -> list[Dims | None]:
+        """Return the types of the results of an equation outside of backward passes."""
+        name, params = eqn.primitive.name, eqn.params
         if name in _REGIONS and _REGIONS[name] in params:
             return self.run(_inner(params[_REGIONS[name]]), ins, stack)
         if name == "scan":
@@ -314,9 +324,12 @@ class _Typer:
     def _add(self, eqn: Any, op: Op | None, hint: Hint) -> None:
         """Append a hint at its place (`file:line primitive`), numbered (`#2`, ...) if another hint has the place.
 
-        A hint that equals an earlier one of that place is omitted.
+        The line is the nearest one of the step's own code. A hint without any, which no one could apply, and one that
+        equals an earlier one of its place are omitted.
         """
-        line = op.line if op is not None and op.line else _line(eqn)
+        line = op.line if op is not None and op.line else self.around[-1]
+        if not line:
+            return
         place = f"{line} {hint.primitive}".strip() + ("" if hint.operand is None else f" operand {hint.operand}")
         names = {each.place: each for each in self.hints}
         name, count = place, 1

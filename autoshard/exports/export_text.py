@@ -19,6 +19,33 @@ MAKE_MESH = '''def make_mesh(devices=None):
 '''
 """Code of a function that makes a JAX mesh of `MESH` and `DEVICE_ORDER`."""
 
+STATIC = '''
+def static_positions(fn, count, options):
+    """Positions of the static ones of `count` arguments, taken out of `options`, else those of a `jax.jit` step."""
+    own = getattr(fn, "_jit_info", None)
+    given = {key: options.pop(key) for key in ("static_argnums", "static_argnames") if key in options}
+    numbers, names = (
+        given.get(key, ()) if given else getattr(own, key, ()) for key in ("static_argnums", "static_argnames")
+    )
+    names = [names] if isinstance(names, str) else names
+    parameters = list(inspect.signature(fn).parameters) if names else []
+    numbers = [numbers] if isinstance(numbers, int) else [*numbers]
+    numbers += [parameters.index(name) for name in names if name in parameters]
+    return sorted({number % count for number in numbers if -count <= number < count})
+
+
+def split(args, static):
+    """The other arguments, and a function from those to all."""
+
+    def whole(given):
+        rest = iter(given)
+        return tuple(arg if number in static else next(rest) for number, arg in enumerate(args))
+
+    return tuple(arg for number, arg in enumerate(args) if number not in static), whole
+
+'''
+"""Code of functions that keep static arguments apart; it needs `inspect`."""
+
 ON_SHARDS = '''
 
 def on_shards({parameters}):

@@ -3,6 +3,7 @@
 from autoshard.exports.export_text import (
     MAKE_MESH,
     ON_SHARDS,
+    STATIC,
     batch_axes,
     convolves,
     head,
@@ -16,6 +17,9 @@ from autoshard.planning import Plan
 
 
 _JAX = '''
+import functools
+import inspect
+
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
@@ -29,14 +33,26 @@ def shardings(specs, mesh):
     """One NamedSharding for each name, in the order of the step's flat arguments (or results)."""
     return {{name: NamedSharding(mesh, spec) for name, spec in specs.items()}}
 
-{on_shards}
+{static}{on_shards}
 def jit(fn, args, mesh=None, **options):
-    """`jax.jit(fn)` with the plan's shardings; `args` are its arguments, or their shapes, as they were planned."""
+    """`jax.jit(fn)` with the plan's shardings; `args` are its arguments, or their shapes, as they were planned.
+
+    Static arguments are those of `options`, or of a step that is a `jax.jit`.
+    """
     mesh = make_mesh() if mesh is None else mesh
-    ins, outs = jax.tree.structure(tuple(args)), jax.tree.structure(jax.eval_shape(fn, *args))
+    static = static_positions(fn, len(args), options)
+
+    @functools.wraps(fn)
+    def step(*given):
+        free, whole = split(given, static)
+        bound = functools.wraps(fn)(lambda *values: fn(*whole(values)))
+        return {step}(*free)
+
+    outs = jax.tree.structure(jax.jit(fn, static_argnums=static).eval_shape(*args))
     return jax.jit(
-        {step},
-        in_shardings=ins.unflatten(shardings(ARGUMENTS, mesh).values()),
+        step if static else {direct},
+        static_argnums=static,
+        in_shardings=jax.tree.structure(split(args, static)[0]).unflatten(shardings(ARGUMENTS, mesh).values()),
         out_shardings=outs.unflatten(shardings(RESULTS, mesh).values()),
         **options,
     )
@@ -55,14 +71,17 @@ def jax_text(plan: Plan, sentence: str) -> str:
     """Return the plan's code for `jax.jit`: mesh, and shardings of arguments and results. `sentence` is the line on the
     predicted step.
     """
-    on_shards, step, batch = "", "fn", ""
+    on_shards, step, direct, batch = "", "bound", "fn", ""
     if convolves(plan):
-        on_shards, step = ON_SHARDS.format(parameters="fn, mesh", run=_RUN), "on_shards(fn, mesh)"
+        on_shards = ON_SHARDS.format(parameters="fn, mesh", run=_RUN)
+        step, direct = "on_shards(bound, mesh)", "on_shards(fn, mesh)"
         batch = f"\nBATCH = {batch_axes(plan)!r}"
     return head(plan, unpinned(plan, on_shards=True), sentence) + _JAX.format(
         mesh=f"MESH = {plan.mesh!r}{batch}",
         on_shards=on_shards,
+        static=STATIC,
         step=step,
+        direct=direct,
         order=f"DEVICE_ORDER = {order_text(plan)}",
         make_mesh=MAKE_MESH,
         arguments=table("ARGUMENTS", {name: partition(spec) for name, spec in plan.arguments.items()}),

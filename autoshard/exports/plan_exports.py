@@ -4,10 +4,12 @@ The first lines of every form list the parts of the plan that it cannot express.
 """
 
 import dataclasses
+import itertools
 import math
 
 from autoshard.base.units import format_bytes, format_seconds
 from autoshard.errors import FormError, UserError
+from autoshard.exports.export_text import partition
 from autoshard.exports.form_writers import writer_of
 from autoshard.planning import (
     Form,
@@ -19,6 +21,7 @@ from autoshard.planning import (
     check_names,
     expressible_specs,
     form_named,
+    lost_values,
     price_form,
     reopen,
     splits_in_plan,
@@ -82,7 +85,7 @@ def make_export(plan: Plan, form: str, program: Program | None = None, *, force:
         _refuse_nothing(plan, known, program)
     prediction, sentence = _priced(plan, known, program, problem)
     if not force:
-        _refuse_slow(plan, known, prediction)
+        _refuse_slow(plan, known, prediction, program)
     if plan.flags:
         sentence += f' The step is to run with LIBTPU_INIT_ARGS="{" ".join(plan.flags)}".'
     inputs = (plan, sentence, program) if known.reads_program else (plan, sentence)
@@ -92,10 +95,10 @@ def make_export(plan: Plan, form: str, program: Program | None = None, *, force:
 def _refuse_nothing(plan: Plan, form: Form, program: Program | None) -> None:
     """Raise FormError if the form would split nothing of a plan that splits.
 
-    Return for one device, for the MaxText form and for pipeline stages. Results count as splits if the form has them
-    (`form.state`).
+    Return for one device, for the MaxText form, for pipeline stages and for a form with hints. Results count as
+    splits if the form has them (`form.state`).
     """
-    if form.rest in (Rest.MAXTEXT, Rest.STAGES) or math.prod(plan.mesh.values()) == 1:
+    if form.hints or form.rest in (Rest.MAXTEXT, Rest.STAGES) or math.prod(plan.mesh.values()) == 1:
         return
     specs: dict[str, Spec | None] = {}
     if form.rest is not Rest.NAMES:
@@ -112,13 +115,14 @@ def _refuse_nothing(plan: Plan, form: Form, program: Program | None) -> None:
         )
 
 
-def _refuse_slow(plan: Plan, form: Form, prediction: Prediction | None) -> None:
+def _refuse_slow(plan: Plan, form: Form, prediction: Prediction | None, program: Program | None) -> None:
     """Raise FormError if a form's step takes more than `SLOWEST` of the plan's, or does not fit where the plan does.
 
-    Return for a form without a price, and for a plan that was made within the form.
+    The error names the first values that lack splits. Return for a form without a price, for a plan that was made
+    within the form, and for a form with hints: its price is that of a step without them.
     """
     planned = plan.prediction
-    if prediction is None or plan.origin.form == form.name:
+    if prediction is None or plan.origin.form == form.name or form.hints:
         return
     slow = prediction.step_time_s > SLOWEST * planned.step_time_s
     if slow or (planned.fits and not prediction.fits):
@@ -127,9 +131,35 @@ def _refuse_slow(plan: Plan, form: Form, prediction: Prediction | None) -> None:
         ]
         raise FormError(
             f"the {form.name} form cannot hold this plan: its step would take {both[0]} of one device, the plan's "
-            f"takes {both[1]}. {_whole(form)}Repeat `autoshard plan` with --for {form.name} for the best plan that it "
-            "can hold, which may be much slower, or write it all the same with --force."
+            f"takes {both[1]}. {_lost(plan, form, program)}{_whole(form)}Repeat `autoshard plan` with --for "
+            f"{form.name} for the best plan that it can hold, which may be much slower, or write it all the same with "
+            "--force."
         )
+
+
+_LOST = 3
+"""Most values that a refusal names."""
+
+
+def _lost(plan: Plan, form: Form, program: Program | None) -> str:
+    """Return sentences on the first values that lack splits of the plan in a form, and the constraint that keeps the
+    first; empty without a program of JAX code of the user, and if there are none.
+    """
+    if program is None or plan.uses or (plan.source is not None and not plan.source.program.endswith(".py")):
+        return ""
+    lost = list(itertools.islice(lost_values(plan, program, form), _LOST))
+    if not lost:
+        return ""
+    places = ", ".join(
+        f"{each.line} ({each.kind}, {'x'.join(map(str, each.shape)) or 'a scalar'}, {partition(each.spec)})"
+        for each in lost
+    )
+    spec = partition(lost[0].spec)
+    return (
+        f"The first values that lose a split are at {places}: constrain such a value in the step, as in "
+        f"`x = jax.lax.with_sharding_constraint(x, NamedSharding(make_mesh(), {spec}))` after {lost[0].line}, on the "
+        "export's mesh, and plan the step again. "
+    )
 
 
 def _whole(form: Form) -> str:
@@ -181,4 +211,5 @@ def _priced(plan: Plan, form: Form, program: Program | None, problem: str) -> tu
         both = "as the plan whole"
     fits = "" if prediction.fits else ", which does not fit"
     step, peak = format_seconds(prediction.step_time_s), format_bytes(prediction.peak_bytes)
-    return prediction, f"Predicted with what this form holds: a step of {step}, {peak} of one device{fits} ({both})."
+    held = "for `jit_unchanged`, without the hints, which are not priced" if form.hints else "with what this form holds"
+    return prediction, f"Predicted {held}: a step of {step}, {peak} of one device{fits} ({both})."

@@ -10,6 +10,8 @@ from autoshard.mlir.stated_shardings import mesh_axes
 
 
 CONSTRAINT = "sdy.sharding_constraint"
+_RESHARD = "sdy.reshard"
+"""Op that Shardy's propagation puts in place of a constraint."""
 
 
 class SpecLike(Protocol):
@@ -128,7 +130,7 @@ def read_shardings(op: Any) -> list[tuple[tuple[str, ...], ...] | None]:
     attributes = op.attributes
     if "sdy.sharding" in attributes and op.name != CONSTRAINT:
         shardings = list(sdy.TensorShardingPerValueAttr(attributes["sdy.sharding"]).shardings)
-    elif "sharding" in attributes and op.name == CONSTRAINT:
+    elif "sharding" in attributes and op.name in (CONSTRAINT, _RESHARD):
         shardings = [attributes["sharding"]]
     else:
         return [None] * len(op.results)

@@ -34,8 +34,10 @@ from autoshard.planning.forms.export_forms import in_mesh_order as in_mesh_order
 from autoshard.planning.forms.export_forms import inputs_axis as inputs_axis
 from autoshard.planning.forms.export_forms import layer_spec as layer_spec
 from autoshard.planning.forms.export_forms import module_pattern as module_pattern
+from autoshard.planning.forms.export_forms import parameter_of as parameter_of
 from autoshard.planning.forms.export_forms import splits_in_plan as splits_in_plan
 from autoshard.planning.forms.export_forms import splits_nothing as splits_nothing
+from autoshard.planning.forms.lost_values import lost_values as lost_values
 from autoshard.planning.forms.maxtext_axes import maxtext_uses as maxtext_uses
 from autoshard.planning.forms.within_form import by_name as by_name
 from autoshard.planning.forms.within_form import price_form as price_form

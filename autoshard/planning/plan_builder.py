@@ -5,7 +5,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from autoshard.errors import InfeasibleError, UserError
 from autoshard.planning.explain.write_plan import WhenAsked, Writer
 from autoshard.planning.forms.export_forms import Form, Rest, check_names, form_named
 from autoshard.planning.forms.within_form import plan_within, without_pins
+from autoshard.planning.mesh.baseline_mesh import with_baselines
 from autoshard.planning.mesh.mesh_attempt import Incumbent, MeshAttempts, MeshBest
 from autoshard.planning.mesh.mesh_search import MeshSearch
 from autoshard.planning.mesh.mesh_searcher import MeshOutcome, Phases, Searcher
@@ -381,29 +382,10 @@ def _search(
         outcomes = (original, refined)
     if mesh_choice is None:
         return MeshResults(best, original, outcomes, (), (), math.inf)
-    compared = _with_baselines(search_on, original, mesh_choice.others, time_limit)
+    compared = with_baselines(search_on, original, mesh_choice.others, time_limit)
     notes = ()
     if compared is not original:
         notes = (f"this mesh has no baseline; those that are compared are on {mesh_text(compared.model.mesh)}",)
     return MeshResults(
         best, compared, outcomes, mesh_choice.tried, mesh_choice.others, mesh_choice.unconstrained_bound_s, notes
     )
-
-
-def _with_baselines(
-    search_on: Searcher, original: MeshOutcome, others: Sequence[MeshBest], time_limit: float
-) -> MeshOutcome:
-    """Return a result with baselines: the original one, else that on the fastest other mesh of at most two axes.
-
-    The original one is also returned if there are none either. Users compare with plans that they would write, and
-    these have one or two axes.
-    """
-    if not isinstance(original.found, SearchResult) or original.found.baselines:
-        return original
-    simple = [each for each in others if sum(size > 1 for size in each.mesh.axes.values()) <= 2]
-    if not simple:
-        return original
-    fastest = min(simple, key=lambda each: each.outcome.step_time_s + each.tight_s)
-    model = search_on.price(fastest.mesh)
-    elsewhere = search_on.priced(model, search_on.task.required(model), fastest.choices, time_limit / 4)
-    return elsewhere if isinstance(elsewhere.found, SearchResult) and elsewhere.found.baselines else original

@@ -106,7 +106,7 @@ def _open(
     if path.suffix == ".py" or path.suffix in SUFFIXES or path.is_file():
         own = [key for key in _asking(options) if path.suffix != ".py" or key not in _MODULE_OPTIONS]
         if own:
-            raise UserError(f"{_flags(own)} only apply to `hf:CONFIG`; `{text}` says itself what it runs.")
+            raise UserError(f"{_flags(own)} only {_apply(own)} to `hf:CONFIG`; `{text}` says itself what it runs.")
         if path.suffix == ".py":
             return load_program(path, entry, roles, options, preferred, recipe)
         load = functools.partial(load_artifact, path, roles=roles)
@@ -135,6 +135,11 @@ def _choices(recipe: Mapping[str, Any]) -> str:
 def _flags(keys: Sequence[str]) -> str:
     """Return options in words, as flags of the command line."""
     return ", ".join(f"`--{key.replace('_', '-')}`" for key in keys)
+
+
+def _apply(keys: Sequence[str]) -> str:
+    """Return the verb `apply` in the number of some options."""
+    return "applies" if len(keys) == 1 else "apply"
 
 
 def config_program(fields: Mapping[str, Any], **options: Any) -> Program:
@@ -247,7 +252,7 @@ def load_program(
         own = [key for key in _asking(given) if key not in ours]
         if own:
             raise UserError(
-                f"{_flags(own)} only apply to `hf:CONFIG` and to torch modules; `{entry}` in `{file}` says "
+                f"{_flags(own)} only {_apply(own)} to `hf:CONFIG` and to torch modules; `{entry}` in `{file}` says "
                 "itself what it runs."
             )
         program = _as_program(offered, file, entry, roles)
@@ -360,7 +365,10 @@ def _from_torch(pair: tuple[Any, Any, Any], module: ModuleType, file: Path, opti
         )
         training = [key for key in own if key in options]
         if training:
-            raise UserError(f"{_flags(training)} only apply to training; add `--train`, or leave them out.")
+            them = "it" if len(training) == 1 else "them"
+            raise UserError(
+                f"{_flags(training)} only {_apply(training)} to training; add `--train`, or leave {them} out."
+            )
         return from_torch(*pair, name=file.stem, **options)
     if not callable(loss):
         raise UserError(

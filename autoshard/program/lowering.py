@@ -5,6 +5,7 @@ import functools
 import pathlib
 import re
 import sys
+import sysconfig
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -133,7 +134,22 @@ def user_code(label: str, run: Callable[[], Any]) -> Any:
                 "jax.vmap or jax.shard_map binds: give the step over whole arrays without that collective (the plan "
                 "adds sums), or enclosed in its own jax.shard_map or jax.vmap(axis_name=...)."
             ) from error
-        raise UserError(f"`{label}` could not be traced by JAX: {type(error).__name__}: {text}.") from error
+        place = _user_place(error)
+        at = f" ({place})" if place else ""
+        raise UserError(f"`{label}` could not be traced by JAX: {type(error).__name__}: {text}{at}.") from error
+
+
+def _user_place(error: BaseException) -> str:
+    """Return `file.py:line` of the innermost frame outside of this package and of installed ones; empty if none is."""
+    installed = [sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib")]
+    others = (*(f"{folder}/" for folder in installed), f"{pathlib.Path(__file__).parents[1]}/", "<")
+    place, step = "", error.__traceback__
+    while step is not None:
+        name = step.tb_frame.f_code.co_filename
+        if not name.startswith(others):
+            place = f"{pathlib.Path(name).name}:{step.tb_lineno}"
+        step = step.tb_next
+    return place
 
 
 def check_backend(error: BaseException) -> None:

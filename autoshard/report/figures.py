@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,7 +50,7 @@ _KERNELS = {"splash": "splash attention", "cudnn_attention": "cuDNN attention", 
 def recipe_line(plan: Plan) -> str:
     """Return the decisions of the step besides mesh and sharding in a line: attention, recomputation, dtypes.
 
-    A decision that the plan does not record, such as recomputation in a program of the user, is left out.
+    A decision that the plan neither records nor shows in the names of its ops is left out.
     """
     options = {} if plan.source is None else dict(plan.source.options)
     trained = {"remat": "none", "optimizer": "adamw"} if options.get("train") else {}
@@ -64,6 +65,7 @@ def recipe_line(plan: Plan) -> str:
     words = [*attention]
     words += [f"{name} {value}" for name in ("remat", "microbatches", "host") if (value := options.get(name))]
     words += [f"loss in chunks, {options['loss_chunks']}"] if options.get("loss_chunks") else []
+    words += _found_in(plan, options)
     words += [options["optimizer"]] if options.get("optimizer") else []
     words += [options["dtype"]] if options.get("dtype") else []
     by_role = {role: largest_dtype(plan, role) for role in ("parameter", "frozen", "optimizer_state")}
@@ -73,7 +75,44 @@ def recipe_line(plan: Plan) -> str:
         words += [f"stored in {stored.pop()}"]
     else:
         words += [f"{named[role]} {dtype}" for role, dtype in by_role.items() if dtype]
+    words += default_sizes(plan)
     return ", ".join(map(str, words)) or "no parameters"
+
+
+_LOOPED_GRADIENT = re.compile(r"while/body.*transpose\(jvp")
+"""Pattern of the names of a gradient's ops in a loop around the whole gradient; a loop over layers is inside of it."""
+
+
+def _found_in(plan: Plan, options: Mapping[str, Any]) -> list[str]:
+    """Return the decisions that the names of the step's ops show, if `options` do not state them: recomputation, and
+    gradients in a loop, as those of microbatches are.
+    """
+    names = [row.name for row in plan.ops]
+    words = []
+    if not options.get("remat") and any("rematted_computation" in name for name in names):
+        words.append("values recomputed")
+    if not options.get("microbatches") and any(_LOOPED_GRADIENT.search(name) for name in names):
+        words.append("gradients in a loop")
+    return words
+
+
+def default_sizes(plan: Plan) -> list[str]:
+    """Return the sizes of an `hf:` program that the user did not give: `batch 8, seq 1024 (defaults)`.
+
+    The list has at most one entry. Serving steps read one token of a sequence, so their length is that of the cache.
+    """
+    source = plan.source
+    if source is None or not source.is_configuration:
+        return []
+    given = dict(source.options) | ({} if plan.recipe is None else plan.recipe.chosen)
+    shapes = [plan.shapes[name] for name, role in plan.roles.items() if role == "batch" and plan.shapes.get(name)]
+    sizes = {"batch": max((shape[0] for shape in shapes), default=0)}
+    if plan.origin.tokens and not given.get("serve"):
+        rows = [shape[1] for shape in shapes if len(shape) == 2]
+        sizes["seq"] = max(rows, default=0)
+    left = [f"{name} {size}" for name, size in sizes.items() if size and given.get(name) is None]
+    noun = "default" if len(left) == 1 else "defaults"
+    return [f"{', '.join(left)} ({noun})"] if left else []
 
 
 def largest_dtype(plan: Plan, role: str) -> str:

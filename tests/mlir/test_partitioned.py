@@ -288,3 +288,14 @@ def test_passes_of_a_matmul(precision: Any, passes: int) -> None:
     lowering = jax.jit(run).trace(random(4, 4), random(4, 4)).lower(lowering_platforms=("tpu",))
     (op, _) = mlir.number_ops(mlir.parse_module(lowering.as_text()))
     assert mlir.precision_passes(op.attributes) == passes
+
+
+def test_a_constraint_has_its_spec_after_propagation() -> None:
+    def step(x: Any, y: Any) -> Any:
+        return jax.lax.with_sharding_constraint(x @ y, placed(None, A)) + 1.0
+
+    lowering = lowered(step, MATRICES[:2], placed(), placed())
+    specs_of = mlir.propagated_specs(
+        mlir.to_bytes(lowering.compiler_ir("stablehlo")), SIZES, [Spec(((), ()))] * 2, [None]
+    )
+    assert specs_of[0, 0] == specs_of[1, 0] == ((), A)

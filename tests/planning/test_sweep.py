@@ -67,7 +67,7 @@ def test_a_row_that_cannot_be_says_why_and_the_rest_goes_on(source: str) -> None
     assert rows[1].failed.startswith("no mesh of 1 to 4 axes over the 7 devices of cpu:7")
     assert rows[1].step_time_s is None and rows[1].headroom_bytes is None
     (only,) = autoshard.sweep(source, topologies=["cpu:4"], batches=[8])
-    assert "`--batch` only apply to `hf:CONFIG`" in only.failed and only.batch == 8
+    assert "`--batch` only applies to `hf:CONFIG`" in only.failed and only.batch == 8
 
 
 def test_a_topology_that_does_not_exist_is_refused_at_once(source: str) -> None:

@@ -78,7 +78,12 @@ def test_dataclasses_and_late_imports_work_in_a_file(tmp_path):
         ),
         (
             "import sys, jax\ndef f(x):\n    sys.exit(3)\nprogram = f, (jax.ShapeDtypeStruct((4,), 'float32'),)\n",
-            r"`model` could not be traced by JAX: SystemExit: 3\.",
+            r"`model` could not be traced by JAX: SystemExit: 3 \(model.py:3\)\.",
+        ),
+        (
+            "import jax\ndef f(x):\n    if x.sum() > 0:\n        return x\n"
+            "def program():\n    return f, (jax.ShapeDtypeStruct((4,), 'float32'),)\n",
+            r"traced by JAX: TracerBoolConversionError: .* \(model.py:3\)\.",
         ),
         (
             "import torch\nclass End(BaseException): ...\nclass M(torch.nn.Module):\n    def forward(self, x):\n"
@@ -176,10 +181,10 @@ def test_a_torch_module_in_a_file_becomes_a_training_step(tmp_path, body, state)
             "state_dtype `fp99` is not supported; use bfloat16, float32 or float16",
         ),
         (JAX + "program = (lambda x: x), (jax.ShapeDtypeStruct((-1, 4), 'float32'),)\n", {}, "has the dynamic shape"),
-        (TORCH + META, {"optimizer": "sgd"}, r"`--optimizer` only apply to training; add `--train`"),
+        (TORCH + META, {"optimizer": "sgd"}, r"`--optimizer` only applies to training; add `--train`"),
         (TORCH, {}, r"has a torch module without example inputs: define `inputs`"),
-        (JAX + "program = (lambda x: x), (X,)\n", {"train": True}, r"`--train` only apply to `hf:CONFIG` and to torch"),
-        (TORCH + META, {"train": True, "seq": 8}, r"`--seq` only apply to `hf:CONFIG`"),
+        (JAX + "program = (lambda x: x), (X,)\n", {"train": True}, r"`--train` only applies to `hf:CONFIG` and to torch"),
+        (TORCH + META, {"train": True, "seq": 8}, r"`--seq` only applies to `hf:CONFIG`"),
     ],
 )
 def test_sentences_for_training_a_file(tmp_path, body, options, sentence):
@@ -189,7 +194,7 @@ def test_sentences_for_training_a_file(tmp_path, body, options, sentence):
 
 def test_options_of_configurations_do_not_apply_to_files(tmp_path):
     file = _write(tmp_path, "x = 1\n")
-    with pytest.raises(UserError, match="`--batch` only apply to `hf:CONFIG`"):
+    with pytest.raises(UserError, match="`--batch` only applies to `hf:CONFIG`"):
         open_source(str(file), batch=3)
     with pytest.raises(UserError, match="is a directory"):
         open_source(str(tmp_path))
@@ -199,7 +204,7 @@ def test_an_option_of_false_overrides_a_preferred_one(tmp_path):
     file = str(_write(tmp_path, TORCH + META + "def loss(output):\n    return output.sum()\n"))
     assert open_source(file, preferred={"train": True}).training
     assert not open_source(file, preferred={"train": True}, train=False).training
-    with pytest.raises(UserError, match="`--scan` only apply to `hf:CONFIG`"):
+    with pytest.raises(UserError, match="`--scan` only applies to `hf:CONFIG`"):
         open_source(file, scan=False)
 
 

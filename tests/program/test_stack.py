@@ -213,7 +213,7 @@ def test_a_file_without_a_stack_has_no_stages(tmp_path: Path) -> None:
         UserError, match=r"has no layers that could be 2 stages: write the loop over them as `autoshard"
     ):
         open_source(str(file), entry="other", stages=2)
-    with pytest.raises(UserError, match="`--microbatches` only apply to"):
+    with pytest.raises(UserError, match="`--microbatches` only applies to"):
         open_source(str(file), microbatches=2)
     with pytest.raises(UserError, match="--schedule gpipe is for stages; add --stages 2 or more"):
         open_source(str(file), schedule="gpipe")

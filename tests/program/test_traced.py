@@ -186,7 +186,7 @@ def test_a_module_in_a_file_is_read_once_for_each_content_and_roles(
 
 def test_bad_input_is_refused_for_any_saved_state(folder: Path, module: Path) -> None:
     open_source(str(module), kept=True)
-    with pytest.raises(UserError, match="`--batch` only apply to `hf:CONFIG`"):
+    with pytest.raises(UserError, match="`--batch` only applies to `hf:CONFIG`"):
         open_source(str(module), kept=True, batch=8)
     with pytest.raises(UserError, match="is neither an existing file"):
         open_source(str(module) + "x", kept=True)

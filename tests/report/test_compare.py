@@ -5,6 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
+from autoshard.cli.outputs import print_rich
 from autoshard.exec.hlo.schedule_estimate import estimator_error
 from autoshard.planning import Plan
 from autoshard.report import ComparisonRow, comparison_figures, comparison_report
@@ -55,3 +56,12 @@ def test_time_that_was_never_measured_widens_the_error_by_what_two_plans_do_not_
 def test_a_measurement_decides(plan: Plan) -> None:
     rows = [ComparisonRow(name, plan.prediction, compiled(1.0), {"step_time_s": 1.0}) for name in ("plan", "fsdp*")]
     assert "undecided" not in shown(plan, rows)
+
+
+def test_a_table_in_a_file_or_pipe_is_whole(plan: Plan) -> None:
+    rows = [ComparisonRow(name, plan.prediction, compiled(1.0)) for name in ("plan", "tensor_parallel_sp*")]
+    out = io.StringIO()
+    print_rich(comparison_report(plan, rows), out, whole=True)
+    assert "\N{HORIZONTAL ELLIPSIS}" not in out.getvalue()
+    for word in ("tensor_parallel_sp*", "predicted", "reserved", "1.50 GiB"):
+        assert word in out.getvalue()

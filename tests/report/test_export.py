@@ -497,3 +497,24 @@ def test_a_form_that_is_slower_than_the_plan_is_refused(small: Plan, monkeypatch
     assert "Predicted." in export_plan(small, "jax", force=True)
     within = dataclasses.replace(small, provenance={**small.provenance, "for": "jax"})
     assert "Predicted." in export_plan(within, "jax")
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("form", ["jax", "explicit"])
+def test_a_step_with_static_arguments_runs_as_exported(form: str):
+    def scaled(count: int, w: Any, x: Any, *, power: int = 1) -> Any:
+        return w - 0.1 * jax.grad(lambda w: ((count * (x @ w)) ** 2).mean())(w), power * count
+
+    args = (2, jax.ShapeDtypeStruct((16, 8), "float32"), jax.ShapeDtypeStruct((32, 16), "float32"))
+    step = jax.jit(scaled, static_argnums=0, static_argnames="power")
+    plan = autoshard.plan(autoshard.trace(step, args), topology="cpu:8", mesh=MESH)
+    names: dict[str, Any] = {}
+    exec(export_plan(plan, form, autoshard.trace(step, args), force=True), names)
+    given = (2, np.arange(128, dtype=np.float32).reshape(16, 8), np.ones((32, 16), np.float32))
+    wanted = step(*given)
+    ways = [(step, {}), (scaled, {"static_argnums": (0,)}), (scaled, {"static_argnames": "count"})]
+    for made in ("jit",) if form == "jax" else ("jit", "jit_unchanged"):
+        for fn, options in ways:
+            found = names[made](fn, args, **options)(*given)
+            np.testing.assert_allclose(found[0], wanted[0], rtol=1e-6)
+            assert found[0].sharding.spec == plan.arguments["w"].partition_spec() and int(found[1]) == 2

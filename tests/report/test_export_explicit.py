@@ -177,7 +177,7 @@ def test_values_that_are_gathered_before_use_have_hints():
 def test_the_first_lines_say_what_is_left_out(folder: Path):
     plan = load_plan(folder / "plan.json")
     lines = (folder / "shardings.py").read_text().splitlines()
-    assert lines[1].endswith("It is for `jit_unchanged`; a step with the hints is not priced.")
+    assert lines[1].startswith("# Predicted for `jit_unchanged`, without the hints, which are not priced: a step of ")
     assert f"the {len(plan.pins)} intermediates that the plan pins; types decide" in lines[2]
     assert re.fullmatch(r"# Not expressed here: \d+ of the pins, which are of gradients: .*", lines[3])
     gone = dataclasses.replace(plan, provenance={**plan.provenance, "source": {"program": "gone.py"}})

@@ -235,6 +235,11 @@ def test_another_plan_is_compared(plan: Plan):
     assert "1 of 34 common arguments are split differently." in text
     assert "lm_head.weight 128256/model x 4096/data 128256/data x 4096" in text
     assert "step time 3.22 s 3.47 s" in text
+    bars = html_report(plan, compare=other).partition('<div class="bars">')[2].partition("</section>")[0]
+    names = re.findall(r'<span class="name"><bdi>(.*?)</bdi>', bars)
+    assert names[:2] == ["this plan", f"compared: {plan.program_name} on data=16, model=16"] and len(names) == 2 + len(
+        plan.baselines
+    )
 
 
 def test_a_measurement_follows_the_plan(plan: Plan):

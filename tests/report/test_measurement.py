@@ -55,3 +55,14 @@ def test_times_stand_with_the_prediction(plan: Plan) -> None:
 def test_what_is_missing_is_reported(plan: Plan) -> None:
     text = shown(plan, profiler="the profiler did not start: busy", check_skipped="nothing was compared")
     assert "No time of each collective: the profiler did not start: busy" in text and "nothing was compared" in text
+
+
+def test_a_difference_that_rounding_could_hide_is_undecided(plan: Plan) -> None:
+    check = {"max_rel_diff": 0.5, "tolerance": 1e-5, "passed": True, "worst": "mu", "worst_rel_diff": 0.5}
+    check |= {"noise": [], "floor_note": "", "edges": {}}
+    coarse = shown(plan, **check, worst_allowed=0.6)
+    assert "UNDECIDED in this precision: the largest difference is 5.0e-01" in coarse
+    assert "check the step in float32" in " ".join(coarse.split()) and "AGREES" not in coarse
+    fine = shown(plan, **check | {"worst_rel_diff": 1e-3}, worst_allowed=2e-3)
+    assert "AGREES with the unplanned run" in fine and "UNDECIDED" not in fine
+    assert "DIFFERS with" in shown(plan, **check | {"passed": False}, worst_allowed=0.2)

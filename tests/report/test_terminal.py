@@ -4,14 +4,18 @@ import dataclasses
 import io
 import itertools
 
+import jax
+import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
+import autoshard
 from autoshard.base.units import format_bytes, format_seconds
 from autoshard.exec import CompileReport, Estimate, Verdict
 from autoshard.planning import Call, Plan
 from autoshard.report import terminal_report
 from autoshard.report.figures import recipe_line
+from autoshard.report.terminal.explanation_report import cause_text
 
 
 def rendered(plan: Plan, width: int = 80, color: bool = False) -> str:
@@ -60,6 +64,9 @@ def test_the_recipe_stands_below_the_step(plan: Plan):
     options = {"source": {"program": "hf:llama3-8b", "options": {"remat": "dots", "microbatches": 4}}}
     stated = dataclasses.replace(plan, provenance=plan.provenance | options)
     assert recipe_line(stated).startswith("remat dots, microbatches 4, bfloat16, stored in bfloat16")
+    assert recipe_line(stated).endswith("stored in bfloat16, batch 64 (default)")
+    options["source"]["options"]["batch"] = 64
+    assert "default" not in recipe_line(dataclasses.replace(plan, provenance=plan.provenance | options))
     call = Call(0, "splash_mha_fwd", (), (), ())
     assert recipe_line(dataclasses.replace(stated, calls=(call,))).startswith("splash attention, remat dots")
 
@@ -193,3 +200,39 @@ def test_a_plan_with_nothing_to_tell_is_still_a_report(plan: Plan):
         ),
     )
     assert "no baseline to compare with" in rendered(bare)
+
+
+def test_a_sum_for_a_parameter_or_its_state_is_one_of_its_gradient(plan: Plan):
+    names = ["params.up", "state.mu.up", "x"]
+    named = dataclasses.replace(
+        plan,
+        shapes={"params.up": (8, 4), "state.mu.up": (8, 4), "x": (2, 8)},
+        roles=dict(zip(names, ("parameter", "optimizer_state", "batch"), strict=True)),
+    )
+    first = plan.prediction.collectives[0]
+    texts = {
+        kind: [cause_text(named, dataclasses.replace(first, kind=kind, cause=name)) for name in names]
+        for kind in ("reduce-scatter", "all-gather")
+    }
+    assert texts["reduce-scatter"] == ["gradient of params.up", "gradient of params.up", "x"]
+    assert texts["all-gather"] == names
+
+
+@pytest.mark.parametrize(("remat", "loop"), [(False, False), (True, False), (False, True), (True, True)])
+def test_the_recipe_of_a_step_of_ones_own_is_found_in_it(remat: bool, loop: bool):
+    def layer(x, w):
+        return jnp.tanh(x @ w), None
+
+    def loss(w, x):
+        return jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, w)[0].mean()
+
+    def step(w, x):
+        if not loop:
+            return w - jax.grad(loss)(w, x)
+        return (
+            w - jax.lax.scan(lambda sums, part: (sums + jax.grad(loss)(w, part), None), 0 * w, x.reshape(2, 8, 16))[0]
+        )
+
+    args = (jax.ShapeDtypeStruct((3, 16, 16), "float32"), jax.ShapeDtypeStruct((16, 16), "float32"))
+    line = recipe_line(autoshard.plan(autoshard.trace(step, args), topology="cpu:2"))
+    assert ("values recomputed" in line, "gradients in a loop" in line) == (remat, loop), line

@@ -171,7 +171,7 @@ class Writer:
                 f"{demand.why} excludes what the program asks for elsewhere of the same carried value: the compiler "
                 "keeps both, but the way between them is not in the prediction."
             )
-        lines.extend(left_out(model, self.compared))
+        lines.extend(left_out(model, self.groups, self.compared))
         lines.extend(memory_warning(model, outcome, self.memory_limit))
         lines.extend(undonated_lines(model, arguments, self.memory_limit))
         lines.extend(relaid_lines(model, arguments, self.memory_limit))

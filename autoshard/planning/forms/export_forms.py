@@ -43,6 +43,8 @@ class Form:
     """True for a text; False for a file of bytes, which `autoshard.exec.jax_export` writes."""
     reads_program: bool = False
     """True if the writer reads the plan's program too; else the program is needed for the price only."""
+    hints: bool = False
+    """True if the form has specs of values inside of the step, which its price does not count."""
     state: bool = True
     """True if the form has specs of the optimizer state; else state is split like its parameter."""
     layers: bool = True
@@ -64,7 +66,7 @@ FORMS = {
     for form in (
         Form("jax", "jax.jit in your own code", Rest.XLA),
         Form("jax-export", "a file that runs without autoshard", Rest.PLAN, text=False),
-        Form("explicit", "JAX's explicit sharding mode", Rest.XLA, reads_program=True),
+        Form("explicit", "JAX's explicit sharding mode", Rest.XLA, reads_program=True, hints=True),
         Form("flax", "Flax Linen and NNX", Rest.XLA, state=False),
         Form("maxtext", "MaxText", Rest.MAXTEXT),
         Form("keras", "Keras 3 on JAX", Rest.XLA, state=False, single=True),

@@ -18,7 +18,7 @@ from autoshard.planning.forms.export_forms import Form, Rest, expressible_specs,
 from autoshard.planning.forms.gathered_parameters import SOLVE_S, gathered_candidate
 from autoshard.planning.forms.maxtext_axes import maxtext_candidate, maxtext_candidates, maxtext_uses
 from autoshard.planning.forms.propagated_specs import Propagation, needs_pins
-from autoshard.planning.price.analysed_program import analyse_program, batch_dims, reprice
+from autoshard.planning.price.analysed_program import analyse_program, as_planned, batch_dims, model_of, reprice
 from autoshard.planning.price.evaluate import evaluate, tensor_spec
 from autoshard.planning.price.prediction import predict
 from autoshard.planning.record.plan_parts import Prediction
@@ -30,7 +30,7 @@ from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.dim_groups import Groups, tensor_groups
 from autoshard.planning.space.plan_options import Limits
 from autoshard.planning.space.user_constraints import Required
-from autoshard.program import Program, Role
+from autoshard.program import Program, Role, lift_constraints
 from autoshard.solver import processor_seconds
 
 
@@ -58,11 +58,17 @@ def price_form(plan: Plan, program: Program, form: Form) -> Prediction | None:
     """
     if form.rest is Rest.PLAN or plan.origin.form == form.name:
         return plan.prediction
+    program = as_planned(program, plan)
     if program.fingerprint != plan.program_fingerprint:
         raise UserError(f"the program is not the one of the plan ({plan.program_name}): it has changed; plan it again.")
-    reading = analyse_program(program, Topology.parse(plan.topology).backend)
+    backend = Topology.parse(plan.topology).backend
+    reading = analyse_program(program, backend)
     model, choices = reprice(plan, program, reading)
     if form.rest is Rest.MAXTEXT:
+        free = lift_constraints(program)  # MaxText's own code has no constraint of this program
+        if free is not program:
+            reading = analyse_program(free, backend)
+            model = model_of(plan, free, reading)
         candidate = maxtext_candidate(model, reading.groups, maxtext_uses(plan), plan.memory_limit_bytes)
         return None if candidate is None else predict(model, candidate.outcome, plan.memory_limit_bytes)
     if form.rest is Rest.NAMES:
@@ -107,6 +113,7 @@ def by_name(plan: Plan, program: Program) -> tuple[Mappings, dict[str, Spec]]:
     The mappings are those within which the plan was made, else those closest to its choices. Raises `UserError` for a
     plan that cannot be priced again on the program.
     """
+    program = as_planned(program, plan)
     reading = analyse_program(program, Topology.parse(plan.topology).backend)
     model, choices = reprice(plan, program, reading)
     named = NamedDims(model, reading.groups)

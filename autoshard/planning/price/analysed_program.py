@@ -165,11 +165,8 @@ def reprice(plan: Plan, program: Program, reading: AnalysedProgram) -> tuple[Mod
     suit the model (an older or another version made it). Raises it also if the choices are not priced at the step time
     that the plan predicts, within a millionth.
     """
-    mesh = make_mesh(Topology.parse(plan.topology), plan.mesh)
-    figures = recorded_calibration(
-        mesh.topology.chip.name, plan.provenance.get("learned"), plan.provenance.get("xla_flags")
-    )
-    model = build_model(program, reading, mesh, plan.memory_limit_bytes, figures, staged=plan.origin.staged)
+    model = model_of(plan, program, reading)
+    mesh = model.mesh
     stored = [int(word) if word.isdecimal() and len(word) < 10 else -1 for word in plan.choices.split()]
     choices = np.array(stored, dtype=np.int64)
     again = "plan it again with this version of autoshard."
@@ -189,6 +186,15 @@ def reprice(plan: Plan, program: Program, reading: AnalysedProgram) -> tuple[Mod
             f"priced at {step:.6g} s now; {again}"
         )
     return model, choices
+
+
+def model_of(plan: Plan, program: Program, reading: AnalysedProgram) -> Model:
+    """Return the model of a program on the mesh of a plan, with the calibration that the plan was made with."""
+    mesh = make_mesh(Topology.parse(plan.topology), plan.mesh)
+    figures = recorded_calibration(
+        mesh.topology.chip.name, plan.provenance.get("learned"), plan.provenance.get("xla_flags")
+    )
+    return build_model(program, reading, mesh, plan.memory_limit_bytes, figures, staged=plan.origin.staged)
 
 
 def plan_bills(program: Program, plans: Sequence[Plan]) -> list[Bill]:

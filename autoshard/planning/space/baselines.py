@@ -310,7 +310,7 @@ def baselines(model: Model, groups: Groups) -> list[Baseline]:
     return offered
 
 
-def left_out(model: Model, found: Sequence[str]) -> list[str]:
+def left_out(model: Model, groups: Groups, found: Sequence[str]) -> list[str]:
     """Return sentences about the usual baselines that are not among `found` (names), and the reasons.
 
     The list is empty without parameters, and on one device, where all baselines are one plan. Baselines with
@@ -319,28 +319,36 @@ def left_out(model: Model, found: Sequence[str]) -> list[str]:
     wide = wide_axes(model, range(len(model.axis_sizes)))
     if not split_parameters(model) or not wide:
         return []
-    batch = [a for a in model.program.arguments if a.role is Role.BATCH and a.shape]
-    devices = math.prod(model.axis_sizes)
-    why = {}
-    looped = _looped_batch(model)
-    for name in ("data_parallel", "fsdp"):
-        uneven = next((a for a in batch if a.shape[0] % devices), None)
-        if uneven is not None:
-            why[name] = f"the batch of {uneven.shape[0]} ({uneven.name}) does not divide by {devices} devices"
-        elif looped:
-            why[name] = f"the first dim of {looped}, the batch, cannot be split: a loop runs through it, say"
-        else:
-            why[name] = f"no parameter has a dim that {devices} devices divide"
-    last = f"{model.axis_names[wide[-1]]}={model.axis_sizes[wide[-1]]}"
-    for name in ("tensor_parallel", "tensor_parallel_sp", "fsdp_tp", "fsdp_tp_sp"):
-        if len(wide) > 1 or not name.startswith("fsdp"):
-            why[name] = f"heads, ffn, vocabulary, sequence or batch do not divide by the mesh ({last})"
+    names = ["data_parallel", "fsdp", "tensor_parallel", "tensor_parallel_sp"]
+    names += ["fsdp_tp", "fsdp_tp_sp"] if len(wide) > 1 else []
     reasons: dict[str, list[str]] = {}
-    for name, reason in why.items():
+    for name in names:
         if name not in found:
-            reasons.setdefault(reason, []).append(name)
-    own = ", or the specs that the program fixes exclude it" if model.graph.constraints or model.graph.regions else ""
-    return [f"not compared with {', '.join(names)}: {reason}{own}." for reason, names in reasons.items()]
+            reasons.setdefault(_why_left_out(model, groups, name, wide), []).append(name)
+    return [f"not compared with {', '.join(names)}: {reason}." for reason, names in reasons.items()]
+
+
+def _why_left_out(model: Model, groups: Groups, name: str, wide: Sequence[int]) -> str:
+    """Return the first reason for which a usual baseline on the mesh axes `wide` is missing."""
+    by_tensor = "tensor" in name or "_tp" in name
+    data, tensor = (wide[:-1], wide[-1]) if by_tensor else (wide, wide[-1])
+    shards, parts = math.prod(model.axis_sizes[a] for a in data), model.axis_sizes[tensor]
+    last = f"{model.axis_names[tensor]}={parts}"
+    batch = [a for a in model.program.arguments if a.role is Role.BATCH and a.shape]
+    uneven = next((a for a in batch if a.shape[0] % shards), None)
+    if by_tensor and not tensor_parallel_groups(model, groups, parts):
+        return f"no heads, ffn or vocabulary divide by the mesh ({last})"
+    if uneven is not None:
+        return f"the batch of {uneven.shape[0]} ({uneven.name}) does not divide by {shards} devices"
+    if data and (looped := _looped_batch(model)):
+        return f"the first dim of {looped}, the batch, cannot be split: a loop runs through it, say"
+    if name == "fsdp" and not any(spread_over(model, p, wide, {}) for p in split_parameters(model)):
+        return f"no parameter has a dim that {math.prod(model.axis_sizes)} devices divide"
+    if name.endswith("_sp") and groups.sequence is not None and groups.sizes[groups.sequence] % parts:
+        return f"the sequence of {groups.sizes[groups.sequence]} does not divide by the mesh ({last})"
+    if model.graph.constraints or model.graph.regions:
+        return "the program fixes other specs"
+    return "a tensor of the program cannot be split so"
 
 
 def _looped_batch(model: Model) -> str:

@@ -14,7 +14,13 @@ from autoshard.report.figures import best_baseline, fixed_lines, recipe_line
 from autoshard.report.page.ops_page import BOUNDS, link_loads, memory_data, ops_data, ops_summary, roofs, timeline_data
 from autoshard.report.schedule_picture import schedule_picture
 from autoshard.report.terminal.argument_tree import module_trees
-from autoshard.report.terminal.explanation_report import alternatives, chosen_per_element, step_limits, why_not
+from autoshard.report.terminal.explanation_report import (
+    alternatives,
+    cause_text,
+    chosen_per_element,
+    step_limits,
+    why_not,
+)
 from autoshard.report.terminal.plan_difference import difference, figure_name, figure_text, sent_text
 
 
@@ -46,12 +52,16 @@ def html_report(
     - `measured`: output of `autoshard measure --json` for the plan.
     """
     prediction = plan.prediction
-    slowest = max([prediction.step_time_s, *(b.step_time_s for b in plan.baselines.values())])
+    ordered = sorted(plan.baselines.items(), key=lambda item: (not item[1].fits, item[1].step_time_s))
+    named = [("this plan", "prediction", prediction)]
+    if compare is not None:
+        named.append((f"compared: {compare.program_name} on {mesh_words(compare.mesh)}", "", compare.prediction))
+    named += [(name, f"baselines.{name}", row) for name, row in ordered]
+    slowest = max(row.step_time_s for _, _, row in named)
     # Bars end at three times the plan's length, so that one very slow baseline does not shrink the others.
     scale = min(slowest, 3 * prediction.step_time_s) if prediction.step_time_s > 0 else slowest
     loads, timeline = link_loads(plan), timeline_data(plan)
     others = [row | {"id": number} for number, row in enumerate(alternatives(plan))]
-    ordered = sorted(plan.baselines.items(), key=lambda item: (not item[1].fits, item[1].step_time_s))
     return (
         environment()
         .get_template("report.html")
@@ -62,12 +72,13 @@ def html_report(
             bars=[
                 {
                     "name": name,
-                    "own": row is prediction,
+                    "key": key,
+                    "own": key == "prediction",
                     "prediction": row,
                     "time": _time_bar(row, scale),
-                    "why": () if row is prediction else why_not(plan, name),
+                    "why": why_not(plan, name) if name in plan.baselines else (),
                 }
-                for name, row in [("this plan", prediction), *ordered]
+                for name, key, row in named
             ],
             lies=_layout(plan),
             schedule=schedule_picture(plan),
@@ -79,6 +90,7 @@ def html_report(
             links=loads,
             timeline=timeline is not None,
             alternatives=others,
+            cause=functools.partial(cause_text, plan),
             recipe=recipe_line(plan),
             meshes=_meshes(plan),
             binds=step_limits(plan),

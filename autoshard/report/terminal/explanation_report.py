@@ -22,6 +22,7 @@ from autoshard.planning import (
     PlannedOp,
     Prediction,
     axis_words,
+    parameter_of,
     spec_text,
 )
 from autoshard.report.display import clean, readable
@@ -217,7 +218,7 @@ def _time(plan: Plan) -> list[str]:
     # Below half a percent, a printed share would round to 0 or 1 %.
     if share < 0.005:
         return ["Compute sets the step time: hardly any communication is exposed."]
-    worst = _worst_exposed(prediction)
+    worst = _worst_exposed(plan, prediction)
     costliest = f"; the costliest is {worst}" if worst else ""
     lines = [f"Exposed communication is {share:.0%} of the step{costliest}."]
     waits = sum(s.seconds for s in plan.timeline.spans if s.name == WAITS_FOR_HOST) if plan.timeline else 0.0
@@ -311,10 +312,10 @@ def _flag_sets(plan: Plan) -> list[str]:
     ]
 
 
-def _worst_exposed(prediction: Prediction) -> str:
+def _worst_exposed(plan: Plan, prediction: Prediction) -> str:
     """Return the kind of collective and the axes that expose most communication, with seconds and its largest cause.
 
-    Empty if nothing is exposed.
+    `prediction` is that of the plan, or of a baseline. Empty if nothing is exposed.
     """
     groups: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
     for collective in prediction.collectives:
@@ -324,8 +325,17 @@ def _worst_exposed(prediction: Prediction) -> str:
         return ""
     (kind, axes), members = max(groups.items(), key=lambda item: sum(c.waited_s for c in item[1]))
     largest = max(members, key=lambda c: c.waited_s)
-    cause = f"{', chiefly' if len(members) > 1 else ''} for {readable(largest.cause)}" if largest.cause else ""
+    cause = f"{', chiefly' if len(members) > 1 else ''} for {cause_text(plan, largest)}" if largest.cause else ""
     return f"{kind} over {' x '.join(axis_words(axes))}, {format_seconds(sum(c.waited_s for c in members))}{cause}"
+
+
+def cause_text(plan: Plan, collective: Collective) -> str:
+    """Return the cause of a collective for readers: `gradient of params.up` for a sum that is named after state."""
+    role = plan.roles.get(collective.cause)
+    if collective.kind not in ("reduce-scatter", "all-reduce") or role not in ("parameter", "optimizer_state"):
+        return readable(collective.cause)
+    parameter = parameter_of(collective.cause, plan.shapes, plan.roles) if role == "optimizer_state" else None
+    return f"gradient of {readable(parameter or collective.cause)}"
 
 
 def _memory(plan: Plan) -> list[str]:
@@ -386,7 +396,7 @@ def why_not(plan: Plan, name: str) -> tuple[str, ...]:
     main, amount = max(parts.items(), key=lambda item: item[1])
     share = f"{slower / own.step_time_s:.1%} " if own.step_time_s else ""  # a program without ops takes no time
     sentence = f"It is {share}slower, chiefly by {format_seconds(amount)} more {main}"
-    worst = _worst_exposed(other)
+    worst = _worst_exposed(plan, other)
     if main != "compute" and worst:
         sentence += f"; its costliest is {worst}"
     return (*sentences, sentence + ".")

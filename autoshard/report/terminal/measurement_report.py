@@ -15,6 +15,10 @@ from autoshard.planning import Plan, mesh_words
 from autoshard.report.display import clean
 
 
+UNDECIDED = 0.1
+"""Largest allowed difference, as a share of a tensor's maximum, that still shows that a planned step agrees."""
+
+
 def measurement_report(plan: Plan, figures: Mapping[str, Any]) -> RenderableType:
     """Return the report of a measured plan; `figures` is the object that `autoshard measure --json` prints.
 
@@ -111,13 +115,19 @@ def _edge(name: str, figures: Mapping[str, Any] | None) -> Text:
 def _check(figures: Mapping[str, Any]) -> Text:
     """Return the verdict of the comparison with the unplanned run, and the differences that are allowed."""
     passed = figures["passed"]
-    text = Text("AGREES" if passed else "DIFFERS", style="bold green" if passed else "bold red")
     allowed = figures["worst_allowed"]
-    words = f" with the unplanned run: {'the largest' if passed else 'a'} difference is "
+    undecided = passed and allowed > UNDECIDED
+    text = Text("AGREES" if passed else "DIFFERS", style="bold green" if passed else "bold red")
+    if undecided:
+        text = Text("UNDECIDED", style="bold yellow")
+    words = " in this precision: " if undecided else " with the unplanned run: "
+    words += f"{'the largest' if passed else 'a'} difference is "
     words += f"{figures['worst_rel_diff']:.1e} of a tensor's maximum (at {clean(figures['worst'])}); "
     words += f"{allowed:.0e} is allowed there"
     if allowed > figures["tolerance"]:
         words += ", twice the rounding of the unplanned step itself"
+    if undecided:
+        words += ", which would hide an error: check the step in float32"
     if figures["noise"]:
         words += f"; {_listed(figures['noise'])} rounding noise alone, in both"
     text.append(words, style="not bold default")

@@ -203,7 +203,11 @@ def _sent(plan: Plan) -> dict[tuple[str, str], Sent]:
             old.seconds + each.seconds,
             old.exposed_s + each.waited_s,
         )
-    return sent
+    return {
+        # Below a picosecond are rounding errors of the sums.
+        key: dataclasses.replace(each, seconds=round(each.seconds, 12), exposed_s=round(each.exposed_s, 12))
+        for key, each in sent.items()
+    }
 
 
 def _mesh(plan: Plan) -> str:

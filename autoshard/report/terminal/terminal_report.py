@@ -27,7 +27,7 @@ from autoshard.planning import (
 from autoshard.report.display import clean, fold, readable
 from autoshard.report.figures import best_baseline, fixed_lines, recipe_line, tensor_bytes
 from autoshard.report.schedule_picture import schedule_report
-from autoshard.report.terminal.explanation_report import step_limits
+from autoshard.report.terminal.explanation_report import cause_text, step_limits
 
 
 BAR = 46
@@ -74,7 +74,7 @@ class _Report:
         yield from _section("Baselines", _baselines(plan))
         yield from _section("Other recipes", _recipes(plan))
         yield from _section("Other meshes", _meshes(plan))
-        yield from _section("Collectives that cost most", _collectives(plan.prediction, options.max_width))
+        yield from _section("Collectives that cost most", _collectives(plan, options.max_width))
         yield from _section("What limits the step", _bullets(step_limits(plan)))
         yield from _section("Warnings", _bullets(plan.warnings, "yellow"))
         if self.compiled is not None:
@@ -392,14 +392,14 @@ def _meshes(plan: Plan) -> RenderableType | None:
     return Group(*body)
 
 
-def _collectives(prediction: Prediction, width: int) -> RenderableType | None:
+def _collectives(plan: Plan, width: int) -> RenderableType | None:
     """Return the table of collectives, summed by kind, axes and overlap; None without collectives.
 
     Rows are ordered by total seconds, the most first, at most `COLLECTIVES`. From a `width` of 100 characters each row
     names the cause of its costliest collective. `exposed` is the waiting time, or `hidden` if it is 0.
     """
     groups: dict[tuple[str, tuple[str, ...], bool], list[Collective]] = {}
-    for collective in sorted(prediction.collectives, key=lambda c: -c.seconds):
+    for collective in sorted(plan.prediction.collectives, key=lambda c: -c.seconds):
         groups.setdefault((collective.kind, collective.axes, collective.hidden), []).append(collective)
     if not groups:
         return None
@@ -413,7 +413,7 @@ def _collectives(prediction: Prediction, width: int) -> RenderableType | None:
         table.add_row(
             _name(kind),
             _name(", ".join(axis_words(axes))),
-            *([_name(readable(members[0].cause), width - 66)] if roomy else []),
+            *([_name(cause_text(plan, members[0]), width - 66)] if roomy else []),
             str(sum(c.count for c in members)),
             format_bytes(sum(c.wire_bytes for c in members)),
             format_seconds(sum(c.seconds for c in members)),

@@ -167,7 +167,7 @@ def test_programs_without_gradient_groups_report_none() -> None:
 
     def make(stages: int, gradient_groups: int | None) -> Any:
         if gradient_groups is not None:
-            raise UserError("`--gradient-groups` only apply to `hf:CONFIG` and to torch modules")
+            raise UserError("`--gradient-groups` only applies to `hf:CONFIG` and to torch modules")
         return program(8192, 1024, 16)
 
     choices = {"stages": (1,), "gradient_groups": (None,)}

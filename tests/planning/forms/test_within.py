@@ -1,6 +1,7 @@
 """Plans in a form's terms: priced as the form expresses them, and unchanged by the form where planned within it."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import autoshard
 from autoshard import InfeasibleError, UserError
 from autoshard.planning import FORMS, Plan, Rest, Spec, expressible_specs, form_named, price_form, splits_nothing
 from autoshard.planning.forms.export_forms import parameter_of
+from autoshard.planning.forms.lost_values import lost_values
 from autoshard.planning.forms.propagated_specs import Propagation
 from autoshard.planning.forms.within_form import plan_within
 from autoshard.planning.price.analysed_program import analyse_program, build_model
@@ -205,3 +207,64 @@ def test_every_choice_of_a_propagation_is_one():
             choices = Propagation(model, rest).choices({})
             assert all(0 <= c < len(n.states) for c, n in zip(choices, model.nodes, strict=True))
             assert all(not np.any(n.states[c] >= 0) for c, n in zip(choices, model.nodes, strict=True))
+
+
+@pytest.mark.parametrize("form", ["jax", "flax", "maxtext", "dtensor"])
+def test_a_plan_without_the_programs_own_constraints_is_priced_without_them(form: str):
+    mesh = jax.sharding.AbstractMesh((4, 2), tuple(MESH), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def step(params, x, own):
+        hidden = x @ params["up"]
+        if own:
+            spec = jax.sharding.PartitionSpec(None, "data")
+            hidden = jax.lax.with_sharding_constraint(hidden, jax.sharding.NamedSharding(mesh, spec))
+        return hidden @ params["down"]
+
+    args = ({"up": f32(512, 2048), "down": f32(2048, 512)}, f32(2048, 512))
+    own = trace(lambda params, x: step(params, x, True), args, name="mlp")
+    free = trace(lambda params, x: step(params, x, False), args, name="mlp")
+    asked = {"topology": "v5e:2x4", "mesh": MESH, "pins": {"params.*": "None,None", "x": "None,None"}}
+    lifted = price_form(autoshard.plan(own, ignore_constraints=True, **asked), own, form_named(form))
+    assert lifted == price_form(autoshard.plan(free, **asked), free, form_named(form))
+
+
+def test_maxtext_is_priced_without_the_programs_own_constraints():
+    mesh = jax.sharding.AbstractMesh((4, 2), tuple(MESH), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    whole, rows = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in ((), MESH))
+
+    def step(params, x):
+        return x @ params["up"] @ params["down"]
+
+    args = ({"up": f32(512, 2048), "down": f32(2048, 512)}, f32(2048, 512))
+    own = trace(jax.jit(step, in_shardings=({"up": rows, "down": whole}, None)), args, name="mlp")
+    asked = {"topology": "v5e:2x4", "mesh": MESH}
+    free = trace(jax.jit(step), args, name="mlp")
+    as_free = autoshard.plan(free, **asked, pins={"params.up": "data,model", "params.down": "-,-"})
+    held = price_form(autoshard.plan(own, **asked), own, form_named("maxtext"))
+    assert held is not None and held == price_form(as_free, free, form_named("maxtext"))
+
+
+def test_a_constraint_on_the_first_lost_values_keeps_their_splits():
+    program, plan = pinned_inside()
+    form = form_named("flax")
+    first, *others = lost_values(plan, program, form)
+    assert re.fullmatch(r"test_within.py:\d+", first.line) and first.kind == "dot_general" and not others
+    mesh = jax.sharding.AbstractMesh((4, 2), tuple(MESH), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    spec = jax.sharding.NamedSharding(mesh, first.spec.partition_spec())
+
+    def step(params, x):
+        return jax.lax.with_sharding_constraint(x @ params["up"], spec) @ params["down"]
+
+    kept = trace(step, program.args, name="mlp")
+    again = autoshard.plan(kept, topology="v5e:2x4", mesh=MESH, pins={"params.*": "None,None", "x": "None,None"})
+    held, whole = price_form(again, kept, form), price_form(plan, program, form)
+    assert held is not None and whole is not None and held.compute_s < 0.5 * whole.compute_s
+    assert not [*lost_values(again, kept, form)]
+
+
+def test_what_propagation_gives_is_not_lost():
+    program = mlp()
+    plan = autoshard.plan(program, topology="v5e:2x4", mesh=MESH, pins={"params.*": "-,-", "x": "data+model,-"})
+    assert not [*lost_values(plan, program, form_named("jax"))] and not [
+        *lost_values(plan, program, form_named("dtensor"))
+    ]

@@ -6,19 +6,23 @@ import os
 import signal
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import autoshard
 from autoshard.base.workers import WorkerCrew
-from autoshard.cost import Mesh, Topology, candidate_meshes, load_calibration
+from autoshard.cost import Mesh, Topology, candidate_meshes, load_calibration, make_mesh
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.planning import Options, Plan, PlanResult, Running, make_plan, read_asked
 from autoshard.planning.mesh import mesh_searcher
+from autoshard.planning.mesh.baseline_mesh import with_baselines
 from autoshard.planning.mesh.mesh_attempt import MeshAttempts
 from autoshard.planning.mesh.mesh_search import MeshSearch
+from autoshard.planning.mesh.mesh_searcher import Phases, Searcher
 from autoshard.planning.price.analysed_program import Task, analyse_program
 from autoshard.planning.record.plan_files import plan_to_json
-from autoshard.planning.solve.weight_search import WeightSearch
+from autoshard.planning.solve.weight_search import SearchResult, WeightSearch
 from autoshard.planning.space.baselines import Baseline, baselines
 from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.derived_axes import LEAST_GAIN
@@ -258,3 +262,19 @@ def test_baselines_are_those_of_another_mesh_where_the_chosen_one_has_none(monke
     assert result.plan.mesh == dict(asked[0].axes) and "fsdp" in result.plan.baselines
     assert result.baseline_plans["fsdp"].mesh == dict(asked[1].axes)
     assert any(f"are on {mesh_text(asked[1])}" in line for line in result.plan.warnings)
+
+
+def test_a_mesh_without_baselines_is_compared_on_one_whose_first_axis_divides_the_batch():
+    def step(w, x):
+        loss = lambda w: jnp.mean((jax.nn.relu(x @ w["up"]) @ w["down"] - x) ** 2)  # noqa: E731
+        return jax.tree.map(lambda p, g: p - 0.1 * g, w, jax.grad(loss)(w))
+
+    topology = Topology.parse("v5e:4x4")
+    program = trace(step, ({"up": f32(256, 1024), "down": f32(1024, 256)}, f32(2, 128, 256)))
+    task = Task(program, analyse_program(program, "tpu"), Asked(), topology.usable_bytes, 0, load_calibration("v5e"))
+    search_on = Searcher(task, Phases(None), WorkerCrew(), topology)
+    chosen = search_on.mesh(make_mesh(topology, {"data": 4, "model": 2, "axis2": 2}), 10.0)
+    assert isinstance(chosen.found, SearchResult) and not chosen.found.baselines
+    compared = with_baselines(search_on, chosen, (), 10.0)
+    assert compared.model.mesh.axes == {"data": 2, "model": 8}
+    assert isinstance(compared.found, SearchResult) and "fsdp_tp" in compared.found.baselines

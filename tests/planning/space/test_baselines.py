@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import autoshard
 from autoshard.graph import FactorKind
@@ -23,6 +24,7 @@ from autoshard.planning.space.decision_model import Model
 from autoshard.planning.xla.axis_assignments import WHOLE
 from autoshard.program import LatentDims, decoder_program
 from autoshard.serving import Decoder
+from tests.graph.programs import f32
 from tests.planning import programs as made
 
 
@@ -256,3 +258,22 @@ def test_tensor_parallelism_splits_heads_of_latent_attention_not_what_they_are_m
     heads = {name: split[f"layers.*.attn.{name}.weight"] for name in ("q_up", "kv_up", "o_proj", "q_down", "kv_down")}
     assert heads == {"q_up": {2: (1,)}, "kv_up": {2: (1,)}, "o_proj": {1: (1,)}, "q_down": {}, "kv_down": {}}
     assert split["layers.*.mlp.up_proj.weight"] and split["lm_head.weight"]
+
+
+def test_the_reason_for_a_missing_baseline_is_its_own() -> None:
+    mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+
+    def step(w: Any, x: Any) -> Any:
+        return jax.tree.map(lambda p, g: p - g, w, jax.grad(lambda w: ((x @ w["up"] @ w["down"]) ** 2).mean())(w))
+
+    def warnings(batch: int, **options: Any) -> list[str]:
+        args = ({"up": f32(64, 128), "down": f32(128, 64)}, f32(batch, 64))
+        plan = autoshard.plan(autoshard.trace(jax.jit(step, **options), args), topology="cpu:8", mesh=mesh.shape)
+        return [line for line in plan.warnings if line.startswith("not compared")]
+
+    assert warnings(32) == []
+    fixed = warnings(32, in_shardings=({"up": rows, "down": rows}, rows))
+    assert fixed and all(line.endswith(": the program fixes other specs.") for line in fixed)
+    assert warnings(4) == ["not compared with data_parallel, fsdp: the batch of 4 (x) does not divide by 8 devices."]
+    assert any("the batch of 6 (x) does not divide by 4 devices" in line for line in warnings(6))
