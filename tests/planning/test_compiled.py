@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autoshard.exec import compile_plan, plan_mesh, read_collectives, wire_by_axis
+from autoshard.exec import compile_lines, compile_plan, plan_mesh, read_collectives, wire_by_axis
 from autoshard.planning import Options, Plan, make_plan
 from autoshard.planning.explain.plan_pins import make_pins, make_regions
 from autoshard.planning.price.evaluate import evaluate, tensor_spec
@@ -140,4 +140,14 @@ def test_what_a_loop_does_not_change_is_gathered_once_before_it() -> None:
     found = compile_plan(program, plan, quick=True)
     assert {each.count for each in found.collectives if each.in_loop} == {2}
     assert found.wire_compiled["data"] == pytest.approx(plan.prediction.wire_bytes["data"], rel=0.2)
-    assert not found.unforeseen
+    assert not found.unforeseen and found.followed and "does not follow" not in "\n".join(compile_lines(found))
+
+    unpinned = dataclasses.replace(plan, pins=tuple(pin for pin in plan.pins if pin.operand is None))
+    found = compile_plan(program, unpinned, quick=True)
+    assert found.wire_compiled["data"] > 5 * plan.prediction.wire_bytes["data"] and not found.followed
+    assert {row.pin for row in found.unforeseen if row.count == 2 * 24} == {"params.decay=None,None,None"}
+    lines = compile_lines(found)
+    said = next(k for k, line in enumerate(lines) if line.startswith("The compiler does not follow the plan"))
+    assert "times as much as planned" in lines[said] and "48 times a step" in lines[said]
+    assert lines[said + 1] == "  against it: autoshard plan ... --pin params.decay=None,None,None"
+    assert "undecided" not in lines[said - 1]

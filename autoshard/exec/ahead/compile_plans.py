@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import enum
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -29,6 +30,13 @@ class Verdict(enum.StrEnum):
     FITS = "fits"
     FITS_WITH_REMAT = "fits only with the compiler's own remat"
     DOES_NOT_FIT = "does not fit"
+
+
+NOT_FOLLOWED = 1.25
+"""Compiled over predicted bytes on the wire above which unforeseen collectives mean that the plan is not followed."""
+
+_LARGE = 0.05
+"""Share of all bytes on the wire from which an unforeseen collective is worth a pin."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,6 +87,15 @@ class CompileReport:
     """Scheduled HLO of the program, as text; empty if the compiler found that it does not fit."""
     warnings: tuple[str, ...]
     """Sentences for the user on the compilation."""
+
+    @property
+    def followed(self) -> bool:
+        """False if the compiled program sends far more than the plan, by collectives that the plan does not have.
+
+        Bytes on the wire are counted, not estimated.
+        """
+        sent, planned = sum(self.wire_compiled.values()), sum(self.wire_predicted.values())
+        return not self.unforeseen or sent <= NOT_FOLLOWED * planned
 
 
 UNCODED = "no machine code was written: a kernel that the code generator refuses would not be seen"
@@ -281,6 +298,7 @@ def compile_figures(result: CompileReport) -> dict[str, Any]:
             "predicted": result.step_time_predicted_s,
             "estimated": timed.step_time_s if timed else None,
             "error": timed.error if timed else None,
+            "followed": result.followed,
             "undecided": not decided(timed.step_time_s, result.step_time_predicted_s, timed.error) if timed else None,
         },
         "time": {
@@ -343,7 +361,9 @@ def compile_lines(result: CompileReport) -> list[str]:
             f"{timed.step_time_s:.3g} s +- {timed.error:.0%} "
             f"(compute {timed.compute_s:.3g}, exposed communication {timed.exposed_comm_s:.3g})"
         )
-        if not decided(timed.step_time_s, result.step_time_predicted_s, timed.error):
+        if not result.followed:
+            lines.extend(_not_followed(result))
+        elif not decided(timed.step_time_s, result.step_time_predicted_s, timed.error):
             lines[-1] += ": undecided, they differ by less than the estimator's error"
     if result.flops is not None:
         model = result.flops.model_ratio
@@ -360,6 +380,22 @@ def compile_lines(result: CompileReport) -> list[str]:
             f"{format_bytes(collective.wire_bytes)} ({', '.join(filter(None, flags))})"
         )
     return [*lines, *compile_notes(result), f"Compiled in {result.compile_s:.1f} s"]
+
+
+def _not_followed(result: CompileReport) -> list[str]:
+    """Return the lines on a plan that the compiler does not follow: the bytes, the place, and the pins that help."""
+    sent, planned = sum(result.wire_compiled.values()), sum(result.wire_predicted.values())
+    worst = result.unforeseen[0]
+    times = f", {sent / planned:.1f} times as much as planned" if planned else ", where the plan sends nothing"
+    line = f" at {worst.line}" if worst.line else ""
+    lines = [
+        f"The compiler does not follow the plan: a device sends {format_bytes(sent)} a step{times}. These bytes are "
+        f"counted, not estimated. Most of what was not planned is {worst.kind} over {'+'.join(worst.axes)}{line}, "
+        f"{worst.count} times a step."
+    ]
+    pins = dict.fromkeys(row.pin for row in result.unforeseen if row.pin and row.share >= _LARGE)
+    lines.extend(f"  against it: autoshard plan ... --pin {shlex.quote(pin)}" for pin in pins)
+    return lines
 
 
 def compile_notes(result: CompileReport) -> list[str]:

@@ -205,8 +205,7 @@ def _operand_pins(model: Model, choices: NDArray[np.int64]) -> Iterator[Pin]:
 
 
 def _invariant_pins(model: Model, choices: NDArray[np.int64]) -> Iterator[Pin]:
-    """Yield pins for every operand that a view op in a loop needs in another spec than the plan keeps it in, if the
-    loop does not change it.
+    """Yield pins for operands of light ops in a loop that does not change them, if they are needed in another spec.
 
     The plan reshards such a value once, before the loop. Without a pin there the compiler would do it in every trip.
     Evidence: docs/compiler_behaviour.md, "Values that a loop does not change".
