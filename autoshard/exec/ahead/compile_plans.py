@@ -39,6 +39,10 @@ _LARGE = 0.05
 """Share of all bytes on the wire from which an unforeseen collective is worth a pin."""
 
 
+_REMATERIALISED = re.compile(r"%[\w.\-]+\.remat[\w.\-]* = ")
+"""The definition of an instruction that the compiler added to compute a value again."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompileReport:
     """Compiled program against the plan's predictions; sizes are bytes of one device."""
@@ -220,7 +224,7 @@ def report(program: Program, plan: Plan, compiled: Compiled) -> CompileReport:
     peak = device_peak(compiled, at_peak)
     limit = mesh.topology.usable_bytes
     over = peak - limit if peak is not None and mesh.topology.traits.described else 0  # the GPU compiler knows no limit
-    rematerialised = re.search(r"%[\w.\-]+\.remat[\w.\-]* = ", compiled.text) is not None
+    rematerialised = _REMATERIALISED.search(compiled.text) is not None
     warnings = list(_warnings(compiled.log))
     if timed.unknown_trips:
         warnings.append(f"{timed.unknown_trips} loops have a trip count that the compiled text does not tell")
@@ -334,6 +338,12 @@ def compile_lines(result: CompileReport) -> list[str]:
             f", by {format_bytes(result.over_bytes)} "
             f"(needs {format_bytes(result.peak_compiled or 0)}, has {format_bytes(result.available_bytes)})"
         )
+    elif result.verdict is Verdict.FITS_WITH_REMAT:
+        count = len(set(_REMATERIALISED.findall(result.hlo)))
+        lines[0] += (
+            f": it computes {count} value{'s' if count > 1 else ''} again; without that the plan foresees a peak of "
+            f"{format_bytes(result.peak_predicted)}"
+        )
     compiled = "not said" if result.peak_compiled is None else format_bytes(result.peak_compiled)
     lines.append(f"Peak memory of a device: predicted {format_bytes(result.peak_predicted)}, compiled {compiled}")
     if result.reserved_compiled is not None:
@@ -369,6 +379,10 @@ def compile_lines(result: CompileReport) -> list[str]:
         model = result.flops.model_ratio
         lines.append(f"Matrix flops: {result.flops.ratio:.2f} x the program's")
         lines[-1] += f", {model:.2f} x the model's" if model is not None else ""
+        again = result.flops.remat / result.flops.program if result.flops.program else 0.0
+        lines[-1] += (
+            f"; {again:.2f} x of it is what the compiler computes again to save memory" if again >= 0.01 else ""
+        )
     for collective in sorted(result.collectives, key=lambda c: -c.wire_bytes)[:12]:
         flags = [
             "in a loop" if collective.in_loop else "",
