@@ -101,8 +101,8 @@ def unforeseen(
 def _pin_whole(program: Program, plan: Plan, graph: OpGraph, collective: CompiledCollective) -> str:
     """Return a pin, as of the command line, that keeps an argument whole over the axes of a gather; empty without one.
 
-    The argument is one that alone makes up an operand of the gather's op. Of several it is the one with the size of
-    the gather.
+    The argument is one that alone makes up an operand of the gather's op. If several do, it is the one with the size
+    of the gather.
     """
     names = dict(zip(graph.arguments, (argument.name for argument in program.arguments), strict=True))
     inits = {carry.body: carry.init for loop in graph.loops for carry in loop.carries}

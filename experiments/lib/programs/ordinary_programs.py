@@ -187,7 +187,7 @@ def _lstm(rng: random.Random, array: Callable[..., Any]) -> Drawn:
 
 
 def _state_space(rng: random.Random, array: Callable[..., Any]) -> Drawn:
-    layers, batch, steps = 2, 2 ** rng.randint(5, 7), rng.choice([256, 512])
+    layers, batch, steps = 2, 2 ** rng.randint(7, 9), rng.choice([256, 512])
     d, states = 2 ** rng.randint(9, 11), rng.choice([8, 16])
 
     def layer(h: Any, p: Tree) -> Any:
