@@ -348,6 +348,15 @@ class OpGraph:
             loop = record.parent
         return count
 
+    def is_invariant(self, tensor: int, block: int) -> bool:
+        """Return True if `block` is a loop (no branch) that does not change `tensor`, a value from outside of it."""
+        if block < 0 or self.loops[block].branches:
+            return False
+        home, around = self.tensors[tensor].loop, self.loops[block].parent
+        while around not in (-1, home):
+            around = self.loops[around].parent
+        return home != block and around == home
+
     def needed_until(self, tensor: int, user: int) -> int:
         """Return the last op id at which op `user` needs a value: `user`, or the end of a loop.
 

@@ -6,7 +6,8 @@ Programs are those of `lib/programs/ordinary_programs.py`. A row is one seed on 
 thirty seconds. Memory is compared with what the compiled program reserves, time with the compiler's schedule.
 `--against` compiles data, tensor and ZeRO-1 parallelism and FSDP (by pins) too. `--limit` plans again within the memory
 that the compiler reserved, and compiles that plan: one that is foreseen to fit must. `--write` stores the errors by
-class of ops in `autoshard/planning/explain/prediction_errors.json`, from all rows of the table; plans state them.
+class of ops in `autoshard/planning/explain/prediction_errors.json`, from all saved rows; plans state them. Seeds from 40
+on are state-space models.
 """
 
 import collections

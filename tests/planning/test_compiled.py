@@ -1,13 +1,14 @@
 """Whole plans against XLA's compilation of them for eight CPU devices: bytes on the wire by mesh axis."""
 
 import dataclasses
+import importlib.util
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autoshard.exec import plan_mesh, read_collectives, wire_by_axis
+from autoshard.exec import compile_lines, compile_plan, plan_mesh, read_collectives, wire_by_axis
 from autoshard.planning import Options, Plan, make_plan
 from autoshard.planning.explain.plan_pins import make_pins, make_regions
 from autoshard.planning.price.evaluate import evaluate, tensor_spec
@@ -105,3 +106,48 @@ def test_sums_of_halves_go_over_the_wire_as_the_compiler_sends_them() -> None:
     plan = make_plan(program, Options(topology="cpu:8", mesh="data=8", asked=asked)).plan
     assert plan.prediction.wire_bytes["data"] > 0
     assert on_the_wire(program, plan) == pytest.approx(plan.prediction.wire_bytes, rel=0.01)
+
+
+def scanned(params: dict[str, jax.Array], x: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+    """Step a selective scan within a loop over layers: each time step reads what the layer makes of its parameters."""
+
+    def layer(h: jax.Array, p: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+        decay, gain = -jnp.exp(p["decay"]), jnp.tanh(p["gain"]).reshape(-1)
+
+        def cell(state: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
+            state = jnp.exp(u[..., None] * decay) * state + (u * gain)[..., None]
+            return state, jnp.sum(state, -1)
+
+        start = jnp.zeros((*h.shape[1:], p["decay"].shape[-1]))
+        return h + jax.lax.scan(cell, start, h)[1], None
+
+    def loss(params: dict[str, jax.Array]) -> jax.Array:
+        return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, params)[0] ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def test_what_a_loop_does_not_change_is_gathered_once_before_it() -> None:
+    """Keep parameters split that every time step reads whole, through broadcasts."""
+    if importlib.util.find_spec("libtpu") is None:  # an optional extra
+        pytest.skip("libtpu is not installed")
+    shapes = {"decay": (2, 256, 16), "gain": (2, 8, 32)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    program = trace(scanned, (params, jax.ShapeDtypeStruct((24, 32, 256), jnp.float32)), name="scanned")
+    asked = read_asked({"params.decay": "None,data,None", "params.gain": "None,data,None", "x": "None,data,None"})
+    plan = make_plan(program, Options(topology="v5e:2x4", mesh="data=8", asked=asked)).plan
+    found = compile_plan(program, plan, quick=True)
+    assert {each.count for each in found.collectives if each.in_loop} == {2}
+    assert found.wire_compiled["data"] == pytest.approx(plan.prediction.wire_bytes["data"], rel=0.2)
+    assert not found.unforeseen and found.followed and "does not follow" not in "\n".join(compile_lines(found))
+
+    unpinned = dataclasses.replace(plan, pins=tuple(pin for pin in plan.pins if pin.operand is None))
+    found = compile_plan(program, unpinned, quick=True)
+    assert found.wire_compiled["data"] > 5 * plan.prediction.wire_bytes["data"] and not found.followed
+    assert {row.pin for row in found.unforeseen if row.count == 2 * 24} == {"params.decay=None,None,None"}
+    lines = compile_lines(found)
+    said = next(k for k, line in enumerate(lines) if line.startswith("The compiler does not follow the plan"))
+    assert "times as much as planned" in lines[said] and "48 times a step" in lines[said]
+    assert lines[said + 1] == "  against it: autoshard plan ... --pin params.decay=None,None,None"
+    assert "undecided" not in lines[said - 1]

@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import enum
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -29,6 +30,17 @@ class Verdict(enum.StrEnum):
     FITS = "fits"
     FITS_WITH_REMAT = "fits only with the compiler's own remat"
     DOES_NOT_FIT = "does not fit"
+
+
+NOT_FOLLOWED = 1.25
+"""Compiled over predicted bytes on the wire above which unforeseen collectives mean that the plan is not followed."""
+
+_LARGE = 0.05
+"""Share of all bytes on the wire from which an unforeseen collective is worth a pin."""
+
+
+_REMATERIALISED = re.compile(r"%[\w.\-]+\.remat[\w.\-]* = ")
+"""The definition of an instruction that the compiler added to compute a value again."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,6 +91,15 @@ class CompileReport:
     """Scheduled HLO of the program, as text; empty if the compiler found that it does not fit."""
     warnings: tuple[str, ...]
     """Sentences for the user on the compilation."""
+
+    @property
+    def followed(self) -> bool:
+        """False if the compiled program sends far more than the plan, by collectives that the plan does not have.
+
+        Bytes on the wire are counted, not estimated.
+        """
+        sent, planned = sum(self.wire_compiled.values()), sum(self.wire_predicted.values())
+        return not self.unforeseen or sent <= NOT_FOLLOWED * planned
 
 
 UNCODED = "no machine code was written: a kernel that the code generator refuses would not be seen"
@@ -203,7 +224,7 @@ def report(program: Program, plan: Plan, compiled: Compiled) -> CompileReport:
     peak = device_peak(compiled, at_peak)
     limit = mesh.topology.usable_bytes
     over = peak - limit if peak is not None and mesh.topology.traits.described else 0  # the GPU compiler knows no limit
-    rematerialised = re.search(r"%[\w.\-]+\.remat[\w.\-]* = ", compiled.text) is not None
+    rematerialised = _REMATERIALISED.search(compiled.text) is not None
     warnings = list(_warnings(compiled.log))
     if timed.unknown_trips:
         warnings.append(f"{timed.unknown_trips} loops have a trip count that the compiled text does not tell")
@@ -281,6 +302,7 @@ def compile_figures(result: CompileReport) -> dict[str, Any]:
             "predicted": result.step_time_predicted_s,
             "estimated": timed.step_time_s if timed else None,
             "error": timed.error if timed else None,
+            "followed": result.followed,
             "undecided": not decided(timed.step_time_s, result.step_time_predicted_s, timed.error) if timed else None,
         },
         "time": {
@@ -316,6 +338,12 @@ def compile_lines(result: CompileReport) -> list[str]:
             f", by {format_bytes(result.over_bytes)} "
             f"(needs {format_bytes(result.peak_compiled or 0)}, has {format_bytes(result.available_bytes)})"
         )
+    elif result.verdict is Verdict.FITS_WITH_REMAT:
+        count = len(set(_REMATERIALISED.findall(result.hlo)))
+        lines[0] += (
+            f": it computes {count} value{'s' if count > 1 else ''} again; without that the plan foresees a peak of "
+            f"{format_bytes(result.peak_predicted)}"
+        )
     compiled = "not said" if result.peak_compiled is None else format_bytes(result.peak_compiled)
     lines.append(f"Peak memory of a device: predicted {format_bytes(result.peak_predicted)}, compiled {compiled}")
     if result.reserved_compiled is not None:
@@ -343,12 +371,18 @@ def compile_lines(result: CompileReport) -> list[str]:
             f"{timed.step_time_s:.3g} s +- {timed.error:.0%} "
             f"(compute {timed.compute_s:.3g}, exposed communication {timed.exposed_comm_s:.3g})"
         )
-        if not decided(timed.step_time_s, result.step_time_predicted_s, timed.error):
+        if not result.followed:
+            lines.extend(_not_followed(result))
+        elif not decided(timed.step_time_s, result.step_time_predicted_s, timed.error):
             lines[-1] += ": undecided, they differ by less than the estimator's error"
     if result.flops is not None:
         model = result.flops.model_ratio
         lines.append(f"Matrix flops: {result.flops.ratio:.2f} x the program's")
         lines[-1] += f", {model:.2f} x the model's" if model is not None else ""
+        again = result.flops.remat / result.flops.program if result.flops.program else 0.0
+        lines[-1] += (
+            f"; {again:.2f} x of it is what the compiler computes again to save memory" if again >= 0.01 else ""
+        )
     for collective in sorted(result.collectives, key=lambda c: -c.wire_bytes)[:12]:
         flags = [
             "in a loop" if collective.in_loop else "",
@@ -360,6 +394,22 @@ def compile_lines(result: CompileReport) -> list[str]:
             f"{format_bytes(collective.wire_bytes)} ({', '.join(filter(None, flags))})"
         )
     return [*lines, *compile_notes(result), f"Compiled in {result.compile_s:.1f} s"]
+
+
+def _not_followed(result: CompileReport) -> list[str]:
+    """Return the lines on a plan that the compiler does not follow: the bytes, the place, and the pins that help."""
+    sent, planned = sum(result.wire_compiled.values()), sum(result.wire_predicted.values())
+    worst = result.unforeseen[0]
+    times = f", {sent / planned:.1f} times as much as planned" if planned else ", where the plan sends nothing"
+    line = f" at {worst.line}" if worst.line else ""
+    lines = [
+        f"The compiler does not follow the plan: a device sends {format_bytes(sent)} a step{times}. These bytes are "
+        f"counted, not estimated. Most of what was not planned is {worst.kind} over {'+'.join(worst.axes)}{line}, "
+        f"{worst.count} times a step."
+    ]
+    pins = dict.fromkeys(row.pin for row in result.unforeseen if row.pin and row.share >= _LARGE)
+    lines.extend(f"  against it: autoshard plan ... --pin {shlex.quote(pin)}" for pin in pins)
+    return lines
 
 
 def compile_notes(result: CompileReport) -> list[str]:

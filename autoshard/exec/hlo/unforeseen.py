@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autoshard.exec.hlo.compiled_collectives import CompiledCollective
+from autoshard.graph import OpGraph, read_graph
 from autoshard.planning import Plan, Spec, spec_text
 from autoshard.program import Program
 
@@ -49,6 +50,8 @@ class Unforeseen:
     """Spec of the value at its producer, if known."""
     after: str
     """Spec that its user needs, if known."""
+    pin: str = ""
+    """The `--pin` that keeps an argument whole, if the gathered value is made of one split argument alone."""
     note: str = ""
     """The compiler's own warning, or its replacement for the planned collective, if known."""
 
@@ -82,14 +85,44 @@ def unforeseen(
     if not blamed:
         return ()
     reshards, notes = _reshards(program, plan), involuntary(log)
+    graph = read_graph(program.module)
     rows = []
     for c in blamed:
         if c.wire_bytes >= UNFORESEEN_SHARE * total:
             row = _explained(c, total, reshards, notes)
+            if c.kind == "all-gather":
+                row = dataclasses.replace(row, pin=_pin_whole(program, plan, graph, c))
             planned = any(e.kind == "reduce-scatter" and e.may_be(c) for e in expected)
             summed_whole = c.kind == "all-reduce" and planned and not row.note
             rows.append(dataclasses.replace(row, note=SUMMED_WHOLE) if summed_whole else row)
     return tuple(sorted(rows, key=lambda row: -row.wire_bytes))
+
+
+def _pin_whole(program: Program, plan: Plan, graph: OpGraph, collective: CompiledCollective) -> str:
+    """Return a pin, as of the command line, that keeps an argument whole over the axes of a gather; empty without one.
+
+    The argument is one that alone makes up an operand of the gather's op. If several do, it is the one with the size
+    of the gather.
+    """
+    names = dict(zip(graph.arguments, (argument.name for argument in program.arguments), strict=True))
+    inits = {carry.body: carry.init for loop in graph.loops for carry in loop.carries}
+    tail, found = _tail(collective.source), dict[str, float]()
+    for tensor in {t for op in graph.ops if tail and _tail(op.name) == tail for t in op.operands}:
+        chain = [tensor]
+        while chain[-1] not in names and len(chain) == len({*chain}):
+            op = graph.maker(chain[-1])
+            sources = [inits.get(chain[-1], chain[-1])] if op is None else op.operands
+            large = {t for t in sources if graph.tensors[t].elements > 1 and t not in graph.generated}
+            chain.append(large.pop() if len(large) == 1 else chain[-1])
+        name = names.get(chain[-1], "")
+        if name and set(plan.arguments[name].axes) & set(collective.axes):
+            smallest = min(graph.tensors[t].bytes for t in chain)
+            found[name] = abs(smallest * collective.count - collective.wire_bytes)
+    if not found:
+        return ""
+    name = min(found, key=lambda each: found[each])
+    kept = [[axis for axis in dim if axis not in collective.axes] for dim in plan.arguments[name].dims]
+    return f"{name}={','.join('+'.join(dim) or 'None' for dim in kept)}"
 
 
 @dataclasses.dataclass(slots=True)

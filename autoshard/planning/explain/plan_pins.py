@@ -12,9 +12,9 @@ from autoshard.planning.price.evaluate import spec_of, tensor_spec
 from autoshard.planning.record.plan_parts import Call, Pin, Region
 from autoshard.planning.record.spec import Spec
 from autoshard.planning.space.decision_model import Model
-from autoshard.planning.space.dim_groups import factor_states
+from autoshard.planning.space.dim_groups import factor_states, looped_factors
 from autoshard.planning.space.op_strategies import result_states
-from autoshard.planning.xla.axis_assignments import PARTIAL, WHOLE, Emitted, States, emitted, emitted_gather
+from autoshard.planning.xla.axis_assignments import PARTIAL, WHOLE, Emitted, States, decompose, emitted, emitted_gather
 from autoshard.planning.xla.spatial_splits import in_region
 
 
@@ -26,6 +26,7 @@ def make_pins(model: Model, choices: NDArray[np.int64]) -> tuple[Pin, ...]:
     - the tensor of every edge between decisions, and the result of the edge's op unless the op is heavy;
     - values that loops carry, at their entry too (`_carry_pins`);
     - operands that heavy ops consume in another spec than they are stored in (`_operand_pins`);
+    - operands of other ops in a loop that does not change them, if they are resharded there (`_invariant_pins`);
     - results of heavy ops, in the states of `intermediate_states` before the planned one.
 
     Values that the plan leaves whole are pinned too: the partitioner would otherwise split them like their neighbours
@@ -59,7 +60,12 @@ def make_pins(model: Model, choices: NDArray[np.int64]) -> tuple[Pin, ...]:
         for t in sorted(values, key=lambda t: graph.tensors[t].value)
         for spec in values[t]
     ]
-    return (*pins, *_carry_pins(model, choices), *_operand_pins(model, choices))
+    return (
+        *pins,
+        *_carry_pins(model, choices),
+        *_operand_pins(model, choices),
+        *_invariant_pins(model, choices),
+    )
 
 
 def _carry_pins(model: Model, choices: NDArray[np.int64]) -> Iterator[Pin]:
@@ -196,6 +202,42 @@ def _operand_pins(model: Model, choices: NDArray[np.int64]) -> Iterator[Pin]:
                     record = model.graph.tensors[tensor]
                     for place in op.operand_uses or ((op.number, op.operand_numbers[k]),):
                         yield Pin(*record.value, spec, place, record.name)
+
+
+def _invariant_pins(model: Model, choices: NDArray[np.int64]) -> Iterator[Pin]:
+    """Yield pins for operands of light ops in a loop that does not change them, if they are needed in another spec.
+
+    The plan reshards such a value once, before the loop. Without a pin there the compiler would do it in every trip.
+    Evidence: docs/compiler_behaviour.md, "Values that a loop does not change".
+    """
+    graph = model.graph
+    for edge in model.structure.edges:
+        op, record = graph.ops[edge.op], graph.tensors[edge.tensor]
+        light = min(edge.op, edge.operand, edge.result) >= 0 and op.rule is not None
+        if not light or not graph.is_invariant(edge.tensor, op.loop):
+            continue
+        rank = len(record.shape)
+        have, want = _held(model, choices, edge.tensor), _needed(model, choices, op, edge.operand, edge.result)
+        if any(held not in (WHOLE, needed) for held, needed in zip(have, want, strict=True)):
+            for spec in _specs(model, iter([*gather_intermediates(have, want, model.collectives), want]), rank):
+                for place in op.operand_uses or ((op.number, op.operand_numbers[edge.operand]),):
+                    yield Pin(*record.value, spec, place, record.name)
+
+
+def _needed(model: Model, choices: NDArray[np.int64], op: Op, operand: int, result: int) -> tuple[int, ...]:
+    """Return the state in which an op without strategies needs an operand to compute a result in its planned state.
+
+    Axes on reduced factors stay: they leave partial sums.
+    """
+    assert op.rule is not None
+    rule, axes = op.rule, model.axis_sizes
+    have = np.array([_held(model, choices, op.operands[operand])])
+    planned = np.array([_held(model, choices, op.results[result])])
+    source, _ = decompose(have, rule.operands[operand], rule.sizes, axes, looped_factors(model.structure, op))
+    aim, _ = decompose(planned, rule.results[result], rule.sizes, axes)
+    reduced = [f for f, kind in enumerate(rule.kinds) if kind is FactorKind.REDUCTION]
+    needed = np.where(np.isin(source, reduced), source, aim)
+    return tuple(factor_states(needed, rule.operands[operand])[0].tolist())
 
 
 def make_calls(model: Model, choices: NDArray[np.int64]) -> tuple[Call, ...]:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost import LANES
-from autoshard.graph import SMALL, Loop, Op, OpGraph
+from autoshard.graph import SMALL, Loop, Op, OpClass, OpGraph
 from autoshard.planning.price.evaluate import live_buffers
 from autoshard.planning.price.op_prices import OpPrices
 from autoshard.planning.price.step_ledger import Ledger
@@ -41,7 +41,7 @@ _KINDS: Mapping[str, str] = {
 }
 """Kind of op -> its class. Matmuls, attention kernels and elementwise work are in the tables of decoders."""
 ROWS, NARROW_ROWS = "gathers and scatters", "gathers and scatters of narrow rows"
-RECURRENCES, UNKNOWN_CALLS = "recurrences", "calls of unknown work"
+RECURRENCES, SCANS, UNKNOWN_CALLS = "recurrences", "elementwise recurrences", "calls of unknown work"
 _UNARY = frozenset({"convert", "transpose", "reshape", "broadcast_in_dim"})
 """Ops that change the form of a weight, but not which layer it belongs to."""
 
@@ -158,7 +158,8 @@ def unsure_lines(unsure: tuple[Unsure, ...], peak_bytes: int, memory_limit: int)
 def _classes(graph: OpGraph) -> dict[int, str]:
     """Return the class of each op that has one, by op id."""
     recurrent = recurrent_dots(graph)
-    classes = {op.id: name for op in graph.ops if (name := _class_of(graph, op))}
+    classes = dict.fromkeys(elementwise_recurrences(graph, recurrent), SCANS)
+    classes |= {op.id: name for op in graph.ops if (name := _class_of(graph, op))}
     return classes | dict.fromkeys(recurrent, RECURRENCES)
 
 
@@ -198,6 +199,33 @@ def recurrent_dots(graph: OpGraph) -> frozenset[int]:
             rest = [t for t in op.operands if t not in depends]
             if op.kind == "dot_general" and rest and all(_is_invariant(graph, loop, t) for t in rest):
                 found.add(op.id)
+    return frozenset(found)
+
+
+def elementwise_recurrences(graph: OpGraph, recurrent: frozenset[int]) -> frozenset[int]:
+    """Return the ids of all ops in loops that scale a value which they carry, as a selective scan decays its state.
+
+    Loops with recurrent dots, and loops around others, are left out. A layer changes its carried value by matmuls, and
+    sums of gradients are not scaled.
+    """
+    found: set[int] = set()
+    for loop in graph.loops:
+        body = graph.ops[loop.start : loop.stop]
+        innermost = all(op.loop == loop.id for op in body)
+        if loop.branches or loop.trips < 2 or not innermost or any(op.id in recurrent for op in body):
+            continue
+        for carry in loop.carries:
+            if graph.tensors[carry.body].elements <= LANES:
+                continue
+            near, scaled = {carry.body}, set[int]()
+            for op in body:
+                if op.op_class in (OpClass.POINTWISE, OpClass.VIEW):
+                    near.update(op.results if near.intersection(op.operands) else ())
+                    scales = op.kind == "multiply" and near.intersection(op.operands)
+                    scaled.update(op.results if scales or scaled.intersection(op.operands) else ())
+            if carry.update in scaled:
+                found.update(op.id for op in body)
+                break
     return frozenset(found)
 
 

@@ -27,11 +27,15 @@ class Drawn(NamedTuple):
     batch: tuple[Tree, ...]
 
 
+FIRST_STATE_SPACE = 40
+"""First seed whose program is a state-space model."""
+
+
 def ordinary(seed: int) -> Program:
     """Trace the training step of a seed."""
     rng = random.Random(seed)
     dtype = rng.choice([jnp.bfloat16, jnp.bfloat16, jnp.float32])
-    drawn = _KINDS[rng.choice(list(_KINDS))](rng, lambda *shape: jax.ShapeDtypeStruct(shape, dtype))
+    drawn = _KINDS[rng.choice(_kinds(seed))](rng, lambda *shape: jax.ShapeDtypeStruct(shape, dtype))
     optimizer = rng.choice([optax.sgd(1e-3), optax.sgd(1e-3, 0.9), optax.adamw(1e-3)])
     donated = (0, 1) if rng.random() < 0.6 else ()
 
@@ -48,7 +52,12 @@ def kind_of(seed: int) -> str:
     """Return the kind of program that `ordinary` draws for a seed."""
     rng = random.Random(seed)
     rng.choice(range(3))
-    return rng.choice(list(_KINDS))
+    return rng.choice(_kinds(seed))
+
+
+def _kinds(seed: int) -> list[str]:
+    """Return the kinds among which a seed draws: the first seeds have no state-space models, later ones no other."""
+    return [kind for kind in _KINDS if (kind == "state_space") == (seed >= FIRST_STATE_SPACE)]
 
 
 def _ids(*shape: int) -> Any:
@@ -177,6 +186,30 @@ def _lstm(rng: random.Random, array: Callable[..., Any]) -> Drawn:
     return Drawn(loss, params, (array(steps, batch, d), array(steps, batch, d)))
 
 
+def _state_space(rng: random.Random, array: Callable[..., Any]) -> Drawn:
+    layers, batch, steps = 2, 2 ** rng.randint(7, 9), rng.choice([256, 512])
+    d, states = 2 ** rng.randint(9, 11), rng.choice([8, 16])
+
+    def layer(h: Any, p: Tree) -> Any:
+        decay = -jnp.exp(p["decay"].astype(jnp.float32)).astype(h.dtype)
+
+        def cell(state: Any, inputs: Any) -> Any:
+            u, dt, write, read = inputs
+            state = jnp.exp(dt[..., None] * decay) * state + (dt * u)[..., None] * write[:, None, :]
+            return state, jnp.einsum("bdn,bn->bd", state, read)
+
+        dt = jax.nn.softplus(h @ p["dt"])
+        start = jnp.zeros((h.shape[1], d, states), h.dtype)
+        return h + jax.lax.scan(cell, start, (h, dt, h @ p["write"], h @ p["read"]))[1] @ p["out"], None
+
+    def loss(params: Tree, x: Any, y: Any) -> Any:
+        return _squares(jax.lax.scan(jax.checkpoint(layer), x, params)[0], y)
+
+    params = {"decay": array(layers, d, states), "dt": array(layers, d, d), "out": array(layers, d, d)}
+    params |= {name: array(layers, d, states) for name in ("write", "read")}
+    return Drawn(loss, params, (array(steps, batch, d), array(steps, batch, d)))
+
+
 def _tables(rng: random.Random, array: Callable[..., Any]) -> Drawn:
     batch, rows = 2 ** rng.randint(14, 18), 2 ** rng.randint(18, 21)
     d, features = 2 ** rng.randint(5, 7), rng.randint(4, 16)
@@ -263,5 +296,6 @@ _KINDS: dict[str, Callable[[random.Random, Callable[..., Any]], Drawn]] = {
     "graph": _graph,
     "autoencoder": _autoencoder,
     "mlp_scan": _mlp_scan,
+    "state_space": _state_space,
 }
 """Maker of each kind, in the order in which a seed draws them."""

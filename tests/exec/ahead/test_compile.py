@@ -180,6 +180,12 @@ def test_the_compilers_own_remat_is_reported(program):
     again = "  %fusion.3.remat2 = f32[32,128]{1,0:T(8,128)} copy(%p)\n"
     compilation = report(program, planned(program), Compiled(hlo(again), MEMORY, 1.5, None, None, ""))
     assert compilation.verdict is Verdict.FITS_WITH_REMAT
+    lines = compile_lines(compilation)
+    assert lines[0].startswith(f"Verdict: {Verdict.FITS_WITH_REMAT.value}: it computes 1 value again; without that")
+    assert compilation.flops is not None and "again" not in "".join(lines[1:])
+    flops = dataclasses.replace(compilation.flops, program=4.0, compiled=6.8, remat=2.8)
+    lines = compile_lines(dataclasses.replace(compilation, flops=flops))
+    assert any("1.70 x the program's" in line and "; 0.70 x of it is what" in line for line in lines)
 
 
 def test_a_program_that_does_not_fit(program):

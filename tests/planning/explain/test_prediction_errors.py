@@ -15,7 +15,14 @@ from autoshard.base.units import format_bytes
 from autoshard.graph import read_graph
 from autoshard.planning import Options, Plan, load_plan, make_plan, save_plan
 from autoshard.planning.explain import prediction_errors
-from autoshard.planning.explain.prediction_errors import ClassError, class_errors, counts, recurrent_dots, unsure_lines
+from autoshard.planning.explain.prediction_errors import (
+    ClassError,
+    class_errors,
+    counts,
+    elementwise_recurrences,
+    recurrent_dots,
+    unsure_lines,
+)
 from autoshard.planning.record.plan_parts import Unsure
 from autoshard.program import trace
 from experiments.fidelity import ordinary
@@ -48,6 +55,36 @@ def microbatches(w: Any, x: Any) -> Any:
 def test_recurrences_are_neither_layers_nor_microbatches(fn: Callable[..., Any], args: tuple[Any, ...], count: int):
     """Count the dots of a state with one weight: one forward, and one that passes the gradient to the step before."""
     assert len(recurrent_dots(read_graph(trace(fn, args).module))) == count
+
+
+def decayed(w: Any, x: Any) -> Any:
+    return jax.lax.scan(lambda h, each: (jnp.exp(each * w) * h + each, None), x[0], x)[0]
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "loops"),
+    [
+        (lambda w, x: jax.grad(lambda w: jnp.mean(decayed(w, x)))(w), (f32(64), f32(16, 32, 64)), 2),
+        (lambda w, x: jax.grad(lambda w: jnp.mean(recurrent(w, x)))(w), (f32(64, 64), f32(16, 32, 64)), 0),
+        (lambda w, x: jax.grad(lambda w: jnp.mean(layers(w, x)))(w), (f32(8, 64, 64), f32(32, 64)), 0),
+        (microbatches, (f32(64, 64), f32(4, 32, 64)), 0),
+    ],
+)
+def test_loops_that_scale_what_they_carry_are_elementwise_recurrences(
+    fn: Callable[..., Any], args: tuple[Any, ...], loops: int
+) -> None:
+    graph = read_graph(trace(fn, args).module)
+    found = elementwise_recurrences(graph, recurrent_dots(graph))
+    assert len({graph.ops[op].loop for op in found}) == loops
+
+
+def test_a_plan_of_a_selective_scan_has_a_range() -> None:
+    def step(w: Any, x: Any) -> Any:
+        return w - jax.grad(lambda w: jnp.mean(decayed(w, x)))(w)
+
+    plan = planned(step, (f32(1024), f32(256, 64, 1024)))
+    assert plan.time_within is not None and plan.time_within > 1.3
+    assert plan.warnings[0].startswith("elementwise recurrences have ")
 
 
 def indexed(width: int) -> Plan:
