@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,7 @@ from autoshard.planning.price.reshard_times import (
     reshard_time,
 )
 from autoshard.planning.price.softmax_credit import uncharged_bytes
-from autoshard.planning.price.sparse_core_rows import OFFLOADING, with_gathered_rows
+from autoshard.planning.price.sparse_core_rows import OFFLOADING, sparse_cores_gather, with_gathered_rows
 from autoshard.planning.record.plan_parts import Collective
 from autoshard.planning.record.spec import Spec
 from autoshard.planning.space.attention_exchange import is_ring, ring_memory
@@ -37,7 +37,7 @@ from autoshard.planning.space.overlap import Overlap, lanes
 from autoshard.planning.xla.array_layouts import scratch_itemsize
 from autoshard.planning.xla.axis_assignments import States
 from autoshard.planning.xla.image_layouts import shifted_images, shifted_span
-from autoshard.planning.xla.table_layouts import table_copies
+from autoshard.planning.xla.table_layouts import local_dims, table_copies
 from autoshard.program import Role
 
 
@@ -281,10 +281,12 @@ def _buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
         buffers += _copied_arguments(model, choices)
     if traits.tiled or traits.separate_collective_buffers:
         buffers += _exchanged_views(model, choices)
+    offloaded = _offloaded(model, choices)
     if traits.tiled and (room := on_chip_room(model.mesh.topology, _memory(model, buffers)[0])):
-        buffers = without_on_chip(model, choices, buffers, room)
-    if model.mesh.topology.chip.name in OFFLOADING:
-        buffers = list(with_gathered_rows(model.graph, buffers, functools.partial(_local_dims, model, choices)))
+        buffers = without_on_chip(model, choices, buffers, room, set().union(*offloaded.values()))
+    if offloaded:
+        local_of = functools.partial(_local_dims, model, choices)
+        buffers = list(with_gathered_rows(model.graph, buffers, local_of, offloaded))
     if model.liveness.reserved:
         buffers = reserve(model.graph, buffers, model.liveness.reserved, traits.results_apart)
     if not traits.separate_collective_buffers and not traits.tiled:
@@ -299,7 +301,26 @@ def _buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
     # TPU compilers gather a table onto the chip if it fits there.
     least = 0 if traits.separate_collective_buffers else model.residency.room
     held = (LiveBuffer(*each) for each in collective_buffers(model, choices, steps))
-    return [*buffers, *(each for each in held if each.size > least)]
+    return [*buffers, *(each for each in held if each.size > (0 if each.start in offloaded else least))]
+
+
+def _offloaded(model: Model, choices: NDArray[np.int64]) -> Mapping[int, set[int]]:
+    """Return the gathers that sparse cores execute, with the tensors that these read and write in main memory.
+
+    They read a gathered copy of a split table, and not the table itself.
+    """
+    graph, chip = model.graph, model.mesh.topology.chip
+    if chip.name not in OFFLOADING:
+        return {}
+    found: dict[int, set[int]] = {}
+    for number, node in model.op_node.items():
+        op, state = graph.ops[number], model.nodes[node].states[[int(choices[node])]]
+        copies = table_copies(graph, op, state, model.axis_sizes, model.mesh.topology) if op.kind == "gather" else None
+        if copies is not None and sparse_cores_gather(chip, float(copies.table[0])):
+            read = [int(each[0]) for each in local_dims(graph, op, 0, state, model.axis_sizes)]
+            whole = read == list(_local_dims(model, choices, op.operands[0]))
+            found[number] = {*op.results, *op.operands[: int(whole)]}
+    return found
 
 
 def _exchanged_views(model: Model, choices: NDArray[np.int64]) -> Iterator[LiveBuffer]:

@@ -4,21 +4,37 @@ Evidence: docs/compiler_behaviour.md, "Rows that sparse cores gather".
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from autoshard.cost import tile_padding
+from autoshard.cost import Chip, tile_padding
 from autoshard.graph import OpClass, OpGraph
 from autoshard.planning.price.device_memory import LiveBuffer
 
 
-OFFLOADING = frozenset({"v5p"})
-"""Chips whose compiler, libtpu 0.0.52, has sparse cores gather rows by default; on v5e and v6e it does not."""
+OFFLOADING = frozenset({"v5p", "v6e"})
+"""Chips whose compiler, libtpu 0.0.52, has sparse cores gather rows by default."""
+NEAR_SHARE = 0.25
+"""Share of on-chip memory below which v6e gathers from a table there, by the other core.
+
+Compiled alone, tables of 16 to 30 of 128 MiB were read there, and tables of 32 to 64 MiB by sparse cores. Counted are
+the bytes in the layout that is read: 64 columns of bfloat16 count twice.
+"""
+
+
+def sparse_cores_gather(chip: Chip, table_bytes: float) -> bool:
+    """Return True if sparse cores gather the rows of a table of some bytes, which they read in main memory."""
+    if chip.name not in OFFLOADING:
+        return False
+    return chip.cores_per_chip > chip.devices_per_chip or table_bytes >= NEAR_SHARE * chip.vmem_bytes
 
 
 def with_gathered_rows(
-    graph: OpGraph, buffers: Sequence[LiveBuffer], local_of: Callable[[int], Sequence[int]]
+    graph: OpGraph,
+    buffers: Sequence[LiveBuffer],
+    local_of: Callable[[int], Sequence[int]],
+    offloaded: Collection[int],
 ) -> Iterator[LiveBuffer]:
     """Yield the buffers of a program whose rows sparse cores gather, and the padding of these rows.
 
@@ -27,8 +43,9 @@ def with_gathered_rows(
     write their results over an operand, but none over the result of a sparse core.
 
     - `local_of`: dims of a tensor's shard.
+    - `offloaded`: gathers that sparse cores execute.
     """
-    rows = _gathered_rows(graph)
+    rows = _gathered_rows(graph, offloaded)
     for each in buffers:
         if each.tensor not in rows:
             yield each
@@ -45,7 +62,7 @@ def with_gathered_rows(
             yield each._replace(start=scatter, stop=stop)
 
 
-def _gathered_rows(graph: OpGraph) -> Mapping[int, int]:
+def _gathered_rows(graph: OpGraph, offloaded: Collection[int]) -> Mapping[int, int]:
     """Return the scatter that reads each tensor of gathered rows, directly or after one elementwise op, by tensor."""
     rows: dict[int, int] = {}
     for op in graph.ops:
@@ -54,7 +71,7 @@ def _gathered_rows(graph: OpGraph) -> Mapping[int, int]:
         updates = op.operands[2]
         maker = graph.maker(updates)
         sources = maker.operands if maker is not None and maker.op_class is OpClass.POINTWISE else (updates,)
-        found = [t for t in sources if (source := graph.maker(t)) is not None and source.kind == "gather"]
+        found = [t for t in sources if (source := graph.maker(t)) is not None and source.id in offloaded]
         if found:
             rows |= dict.fromkeys((*found, updates), op.id)
     return rows
