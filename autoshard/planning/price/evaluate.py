@@ -27,7 +27,12 @@ from autoshard.planning.price.reshard_times import (
     reshard_time,
 )
 from autoshard.planning.price.softmax_credit import uncharged_bytes
-from autoshard.planning.price.sparse_core_rows import OFFLOADING, sparse_cores_gather, with_gathered_rows
+from autoshard.planning.price.sparse_core_rows import (
+    OFFLOADING,
+    sorted_indices,
+    sparse_cores_gather,
+    with_gathered_rows,
+)
 from autoshard.planning.record.plan_parts import Collective
 from autoshard.planning.record.spec import Spec
 from autoshard.planning.space.attention_exchange import is_ring, ring_memory
@@ -281,11 +286,12 @@ def _buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
         buffers += _copied_arguments(model, choices)
     if traits.tiled or traits.separate_collective_buffers:
         buffers += _exchanged_views(model, choices)
-    offloaded = _offloaded(model, choices)
+    offloaded, local_of = _offloaded(model, choices), functools.partial(_local_dims, model, choices)
+    if model.mesh.topology.chip.name in OFFLOADING:
+        buffers += sorted_indices(model.graph, local_of)
     if traits.tiled and (room := on_chip_room(model.mesh.topology, _memory(model, buffers)[0])):
         buffers = without_on_chip(model, choices, buffers, room, set().union(*offloaded.values()))
-    if offloaded:
-        local_of = functools.partial(_local_dims, model, choices)
+    if traits.tiled:
         buffers = list(with_gathered_rows(model.graph, buffers, local_of, offloaded))
     if model.liveness.reserved:
         buffers = reserve(model.graph, buffers, model.liveness.reserved, traits.results_apart)

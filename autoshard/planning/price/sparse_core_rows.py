@@ -4,12 +4,13 @@ Evidence: docs/compiler_behaviour.md, "Rows that sparse cores gather".
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from autoshard.cost import Chip, tile_padding
-from autoshard.graph import OpClass, OpGraph
+from autoshard.graph import Op, OpClass, OpGraph
 from autoshard.planning.price.device_memory import LiveBuffer
 
 
@@ -45,13 +46,13 @@ def with_gathered_rows(
     - `local_of`: dims of a tensor's shard.
     - `offloaded`: gathers that sparse cores execute.
     """
-    rows = _gathered_rows(graph, offloaded)
+    rows = _gathered_rows(graph)
     for each in buffers:
         if each.tensor not in rows:
             yield each
             continue
         maker, reads = graph.maker(each.tensor), each.stop < len(graph.ops)
-        apart = maker is not None and maker.kind == "gather"
+        apart = maker is not None and maker.id in offloaded
         apart &= reads and graph.ops[each.stop].op_class is OpClass.POINTWISE
         record, local = graph.tensors[each.tensor], local_of(each.tensor)
         ratio = tile_padding(np.asarray([local], dtype=np.float64), record.itemsize, in_order=True)
@@ -62,7 +63,7 @@ def with_gathered_rows(
             yield each._replace(start=scatter, stop=stop)
 
 
-def _gathered_rows(graph: OpGraph, offloaded: Collection[int]) -> Mapping[int, int]:
+def _gathered_rows(graph: OpGraph) -> Mapping[int, int]:
     """Return the scatter that reads each tensor of gathered rows, directly or after one elementwise op, by tensor."""
     rows: dict[int, int] = {}
     for op in graph.ops:
@@ -71,7 +72,35 @@ def _gathered_rows(graph: OpGraph, offloaded: Collection[int]) -> Mapping[int, i
         updates = op.operands[2]
         maker = graph.maker(updates)
         sources = maker.operands if maker is not None and maker.op_class is OpClass.POINTWISE else (updates,)
-        found = [t for t in sources if (source := graph.maker(t)) is not None and source.id in offloaded]
+        found = [t for t in sources if (source := graph.maker(t)) is not None and source.kind == "gather"]
         if found:
             rows |= dict.fromkeys((*found, updates), op.id)
     return rows
+
+
+def sorted_indices(graph: OpGraph, local_of: Callable[[int], Sequence[int]]) -> Iterator[LiveBuffer]:
+    """Yield the indices that scatters of gathered rows sort, and their order.
+
+    All scatters by the same indices share them, from the first to the last. They are sorted once the rows are there,
+    and lie behind these. Evidence: docs/compiler_behaviour.md, "Rows that sparse cores gather".
+
+    - `local_of`: dims of a tensor's shard.
+    """
+    users: dict[tuple[object, ...], list[Op]] = defaultdict(list)
+    for scatter in sorted(set(_gathered_rows(graph).values())):
+        op = graph.ops[scatter]
+        users[_formula(graph, op.operands[1])].append(op)
+    for ops in users.values():
+        if len(ops) > 1:
+            indices = ops[0].operands[1]
+            size = math.prod(local_of(indices)) * graph.tensors[indices].itemsize
+            held = LiveBuffer(ops[0].id, ops[-1].id + 1, size, "temporaries", indices)
+            yield from (held, held)
+
+
+def _formula(graph: OpGraph, tensor: int) -> tuple[object, ...]:
+    """Return how a tensor is computed from arguments; compilers compute equal formulas once."""
+    maker = graph.maker(tensor)
+    if maker is None:
+        return (tensor,)
+    return (maker.kind, *(_formula(graph, operand) for operand in maker.operands))

@@ -66,9 +66,22 @@ def test_the_other_core_of_v6e_gathers_from_small_tables(nodes: int, apart: bool
     assert bool(beside) == apart
 
 
+def test_scatters_by_the_same_indices_share_those_that_the_first_sorts() -> None:
+    """A network of two layers adds up by receivers twice forwards, and by senders twice backwards."""
+    program, plan = planned("v5p:2x2x2", 2)
+    priced = plan.graph(program).priced
+    ops = priced.model.graph.ops
+    scatters = [op.id for op in ops if op.kind == "scatter"]
+    size = EDGES // DEVICES * 4
+    held = [each for each in live_buffers(priced.model, priced.choices) if each.size == size and each.start > 0]
+    spans = [(each.start, each.stop - 1) for each in held if ops[each.start].kind == "scatter"]
+    assert sorted(spans) == 2 * [tuple(scatters[:2])] + 2 * [tuple(scatters[2:])]
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize(
-    ("topology", "layers", "nodes"), [("v5p:2x2x2", 1, NODES), ("v5p:2x2x2", 2, NODES), ("v6e:2x4", 1, 131072)]
+    ("topology", "layers", "nodes"),
+    [("v5p:2x2x2", 1, NODES), ("v5p:2x2x2", 2, NODES), ("v6e:2x4", 1, 131072)],
 )
 def test_memory_of_a_graph_network_is_what_the_compiler_reserves(topology: str, layers: int, nodes: int) -> None:
     if importlib.util.find_spec("libtpu") is None:  # an optional extra
