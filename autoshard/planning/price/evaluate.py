@@ -42,7 +42,7 @@ from autoshard.planning.space.overlap import Overlap, lanes
 from autoshard.planning.xla.array_layouts import scratch_itemsize
 from autoshard.planning.xla.axis_assignments import States
 from autoshard.planning.xla.image_layouts import shifted_images, shifted_span
-from autoshard.planning.xla.table_layouts import local_dims, table_copies
+from autoshard.planning.xla.table_layouts import local_dims, table_copies, turned_updates
 from autoshard.program import Role
 
 
@@ -283,7 +283,7 @@ def _buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
             if (node := model.nodes[reshard.target]).kind == "copy" and not node.memory
         }
         buffers += [*gathered_copies(model, choices, steps_to_copies), *_relaid_rows(model, choices)]
-        buffers += _copied_arguments(model, choices)
+        buffers += [*_copied_arguments(model, choices), *_turned_updates(model, choices)]
     if traits.tiled or traits.separate_collective_buffers:
         buffers += _exchanged_views(model, choices)
     offloaded, local_of = _offloaded(model, choices), functools.partial(_local_dims, model, choices)
@@ -367,6 +367,15 @@ def _copied_arguments(model: Model, choices: NDArray[np.int64]) -> Iterator[Live
             local = _local_dims(model, choices, tensor)
             size = model.padding.shard_bytes(tensor, local, graph.tensors[tensor].itemsize)
             yield LiveBuffer(0, max(loop.stop for loop in loops), size, "temporaries", tensor)
+
+
+def _turned_updates(model: Model, choices: NDArray[np.int64]) -> Iterator[LiveBuffer]:
+    """Yield the copies of updates that a convolution wrote for a scatter, while both are there."""
+    for number, node in model.op_node.items():
+        op, state = model.graph.ops[number], model.nodes[node].states[[int(choices[node])]]
+        copied = turned_updates(model.graph, op, state, model.axis_sizes)
+        if copied[0]:
+            yield LiveBuffer(number - 1, number, int(np.rint(copied[0])), "temporaries", op.operands[2])
 
 
 def _relaid_rows(model: Model, choices: NDArray[np.int64]) -> Iterator[LiveBuffer]:
