@@ -276,6 +276,10 @@ def _buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
     Buffers of collectives are included; on TPUs these are only the tables that gathers read.
     """
     buffers, traits = solved_buffers(model, choices), model.mesh.topology.traits
+    # Kernels that gathers are fused with write several values.
+    if model.mesh.topology.chip.fused_gathers != "by default":
+        ends = model.liveness.early_ends
+        buffers = [each._replace(stop=min(each.stop, ends.get(each.tensor, each.stop))) for each in buffers]
     if traits.tiled:
         steps_to_copies = {
             number: reshard_time(model, reshard, choices).steps
