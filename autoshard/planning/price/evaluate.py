@@ -9,13 +9,19 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.graph import LEAST_ROWS, TO_HOST
-from autoshard.planning.price.device_memory import LiveBuffer, collective_buffers, gathered_copies, reserve
+from autoshard.planning.price.device_memory import (
+    LiveBuffer,
+    collective_buffers,
+    copied_updates,
+    gathered_copies,
+    reserve,
+)
 from autoshard.planning.price.heap_placement import heap_holes, written_by_collectives
 from autoshard.planning.price.on_chip_memory import on_chip_room, without_on_chip
 from autoshard.planning.price.reshard_times import (
@@ -29,8 +35,8 @@ from autoshard.planning.price.reshard_times import (
 from autoshard.planning.price.softmax_credit import uncharged_bytes
 from autoshard.planning.price.sparse_core_rows import (
     OFFLOADING,
+    offloaded_gathers,
     sorted_indices,
-    sparse_cores_gather,
     with_gathered_rows,
 )
 from autoshard.planning.record.plan_parts import Collective
@@ -42,7 +48,7 @@ from autoshard.planning.space.overlap import Overlap, lanes
 from autoshard.planning.xla.array_layouts import scratch_itemsize
 from autoshard.planning.xla.axis_assignments import States
 from autoshard.planning.xla.image_layouts import shifted_images, shifted_span
-from autoshard.planning.xla.table_layouts import local_dims, table_copies, turned_updates
+from autoshard.planning.xla.table_layouts import table_copies
 from autoshard.program import Role
 
 
@@ -287,10 +293,11 @@ def _buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
             if (node := model.nodes[reshard.target]).kind == "copy" and not node.memory
         }
         buffers += [*gathered_copies(model, choices, steps_to_copies), *_relaid_rows(model, choices)]
-        buffers += [*_copied_arguments(model, choices), *_turned_updates(model, choices)]
+        buffers += [*_copied_arguments(model, choices), *copied_updates(model, choices)]
     if traits.tiled or traits.separate_collective_buffers:
         buffers += _exchanged_views(model, choices)
-    offloaded, local_of = _offloaded(model, choices), functools.partial(_local_dims, model, choices)
+    local_of = functools.partial(_local_dims, model, choices)
+    offloaded = offloaded_gathers(model, choices, local_of)
     if model.mesh.topology.chip.name in OFFLOADING:
         buffers += sorted_indices(model.graph, local_of)
     if traits.tiled and (room := on_chip_room(model.mesh.topology, _memory(model, buffers)[0])):
@@ -312,25 +319,6 @@ def _buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
     least = 0 if traits.separate_collective_buffers else model.residency.room
     held = (LiveBuffer(*each) for each in collective_buffers(model, choices, steps))
     return [*buffers, *(each for each in held if each.size > (0 if each.start in offloaded else least))]
-
-
-def _offloaded(model: Model, choices: NDArray[np.int64]) -> Mapping[int, set[int]]:
-    """Return the gathers that sparse cores execute, with the tensors that these read and write in main memory.
-
-    They read a gathered copy of a split table, and not the table itself.
-    """
-    graph, chip = model.graph, model.mesh.topology.chip
-    if chip.name not in OFFLOADING:
-        return {}
-    found: dict[int, set[int]] = {}
-    for number, node in model.op_node.items():
-        op, state = graph.ops[number], model.nodes[node].states[[int(choices[node])]]
-        copies = table_copies(graph, op, state, model.axis_sizes, model.mesh.topology) if op.kind == "gather" else None
-        if copies is not None and sparse_cores_gather(chip, float(copies.table[0])):
-            read = [int(each[0]) for each in local_dims(graph, op, 0, state, model.axis_sizes)]
-            whole = read == list(_local_dims(model, choices, op.operands[0]))
-            found[number] = {*op.results, *op.operands[: int(whole)]}
-    return found
 
 
 def _exchanged_views(model: Model, choices: NDArray[np.int64]) -> Iterator[LiveBuffer]:
@@ -371,15 +359,6 @@ def _copied_arguments(model: Model, choices: NDArray[np.int64]) -> Iterator[Live
             local = _local_dims(model, choices, tensor)
             size = model.padding.shard_bytes(tensor, local, graph.tensors[tensor].itemsize)
             yield LiveBuffer(0, max(loop.stop for loop in loops), size, "temporaries", tensor)
-
-
-def _turned_updates(model: Model, choices: NDArray[np.int64]) -> Iterator[LiveBuffer]:
-    """Yield the copies of updates that a convolution wrote for a scatter, while both are there."""
-    for number, node in model.op_node.items():
-        op, state = model.graph.ops[number], model.nodes[node].states[[int(choices[node])]]
-        copied = turned_updates(model.graph, op, state, model.axis_sizes)
-        if copied[0]:
-            yield LiveBuffer(number - 1, number, int(np.rint(copied[0])), "temporaries", op.operands[2])
 
 
 def _relaid_rows(model: Model, choices: NDArray[np.int64]) -> Iterator[LiveBuffer]:

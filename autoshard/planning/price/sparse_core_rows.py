@@ -8,10 +8,13 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoshard.cost import Chip, tile_padding
 from autoshard.graph import Op, OpClass, OpGraph
 from autoshard.planning.price.device_memory import LiveBuffer
+from autoshard.planning.space.decision_model import Model
+from autoshard.planning.xla.table_layouts import local_dims, table_copies
 
 
 OFFLOADING = frozenset({"v5p", "v6e"})
@@ -29,6 +32,29 @@ def sparse_cores_gather(chip: Chip, table_bytes: float) -> bool:
     if chip.name not in OFFLOADING:
         return False
     return chip.cores_per_chip > chip.devices_per_chip or table_bytes >= NEAR_SHARE * chip.vmem_bytes
+
+
+def offloaded_gathers(
+    model: Model, choices: NDArray[np.int64], local_of: Callable[[int], Sequence[int]]
+) -> Mapping[int, set[int]]:
+    """Return the gathers that sparse cores execute, with the tensors that these read and write in main memory.
+
+    They read a gathered copy of a split table, and not the table itself.
+
+    - `local_of`: dims of a tensor's shard.
+    """
+    graph, chip = model.graph, model.mesh.topology.chip
+    if chip.name not in OFFLOADING:
+        return {}
+    found: dict[int, set[int]] = {}
+    for number, node in model.op_node.items():
+        op, state = graph.ops[number], model.nodes[node].states[[int(choices[node])]]
+        copies = table_copies(graph, op, state, model.axis_sizes, model.mesh.topology) if op.kind == "gather" else None
+        if copies is not None and sparse_cores_gather(chip, float(copies.table[0])):
+            read = [int(each[0]) for each in local_dims(graph, op, 0, state, model.axis_sizes)]
+            whole = read == list(local_of(op.operands[0]))
+            found[number] = {*op.results, *op.operands[: int(whole)]}
+    return found
 
 
 def with_gathered_rows(

@@ -56,7 +56,7 @@ def test_masked_rows_are_written_next_to_those_that_a_sparse_core_gathers() -> N
 
 @pytest.mark.parametrize(("nodes", "apart"), [(65536, False), (131072, True)])
 def test_the_other_core_of_v6e_gathers_from_small_tables(nodes: int, apart: bool) -> None:
-    """Compiled alone, tables of 16 to 30 MiB of padded rows were read on the chip, those of 32 to 64 MiB were not."""
+    """Try tables of 16 and 32 MiB of padded rows: up to 30 MiB they were read on the chip, from 32 MiB not."""
     program, plan = planned("v6e:2x4", 1, nodes)
     priced = plan.graph(program).priced
     ops = priced.model.graph.ops
@@ -67,7 +67,7 @@ def test_the_other_core_of_v6e_gathers_from_small_tables(nodes: int, apart: bool
 
 
 def test_scatters_by_the_same_indices_share_those_that_the_first_sorts() -> None:
-    """A network of two layers adds up by receivers twice forwards, and by senders twice backwards."""
+    """Use a network of two layers, which adds up by receivers twice forwards, and by senders twice backwards."""
     program, plan = planned("v5p:2x2x2", 2)
     priced = plan.graph(program).priced
     ops = priced.model.graph.ops

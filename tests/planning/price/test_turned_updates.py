@@ -34,7 +34,7 @@ def planned(images: int) -> tuple[Program, Plan]:
 
 @pytest.mark.parametrize(("images", "copies"), [(512, 1), (1024, 0)])
 def test_updates_have_a_copy_unless_a_loop_reads_their_slices(images: int, copies: int) -> None:
-    """A column of the enlarged images has 2 MiB on a device, or 4 MiB."""
+    """Try columns of the enlarged images that have 2 and 4 MiB on a device."""
     program, plan = planned(images)
     priced = plan.graph(program).priced
     ops = priced.model.graph.ops
