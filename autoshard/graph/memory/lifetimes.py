@@ -1,5 +1,6 @@
 """Fourth stage of the fusion analysis: lifetimes of stored values, and the values that share one buffer."""
 
+from collections import Counter
 from collections.abc import Mapping
 
 from autoshard.graph.memory.fusion_analysis import Fusion, FusionAnalysis
@@ -182,6 +183,41 @@ def _written_over(graph: OpGraph, analysis: FusionAnalysis, last: Mapping[int, i
                 overwritten.add(tensor)
                 break
     return frozenset(overwritten)
+
+
+def early_ends(graph: OpGraph, analysis: FusionAnalysis, buffers: Buffers) -> dict[int, int]:
+    """Map the values that a matmul's kernel may write over to the matmul.
+
+    The kernel computes elementwise ops of its result, such as the gradient of an activation, and writes it over a value
+    that these read last. The value must be the only one that another matmul's kernel wrote. Kernels of convolutions
+    often write activations as well, and are left out. Evidence: docs/compiler_behaviour.md, "Matmuls that write over
+    what they read".
+    """
+    ranges = {tensor: (start, stop) for tensor, start, stop in buffers}
+    made = {t: start for t, (start, _) in ranges.items() if graph.tensors[t].producer >= 0}
+    alone = Counter(made.values())
+    sources = {stored: source for source, stored in analysis.stores.items()}
+    roots: dict[int, set[int]] = {}
+    for fusion in analysis.fusions:
+        for tensor in fusion.reads:
+            roots.setdefault(tensor, set()).add(fusion.root)
+    found: dict[int, int] = {}
+    for fusion in analysis.fusions:
+        written = fusion.writes[0] if len(fusion.writes) == 1 else -1
+        if written not in sources or written not in made:
+            continue
+        result, matmul = graph.tensors[written], graph.tensors[sources[written]].producer
+        if graph.ops[matmul].kind != "dot_general":
+            continue
+        for tensor in fusion.reads:
+            read = graph.tensors[tensor]
+            alike = read.shape == result.shape and read.dtype == result.dtype and read.loop == result.loop
+            source = graph.maker(sources.get(tensor, tensor))
+            alike &= source is not None and source.kind == "dot_general"
+            last = alike and tensor in made and ranges[tensor][1] == fusion.root
+            if last and alone[made[tensor]] == 1 and max(roots[tensor] - {fusion.root}, default=-1) < matmul:
+                found[tensor] = matmul
+    return found
 
 
 def _delay_updates(graph: OpGraph, analysis: FusionAnalysis, start: dict[int, int], last: dict[int, int]) -> None:

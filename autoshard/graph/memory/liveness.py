@@ -7,7 +7,7 @@ from autoshard.graph.memory.buffer_dtypes import stored_buffers, widened_tables
 from autoshard.graph.memory.epilogue_fusion import fuse_epilogues, fuse_gpu_epilogues, fuse_siblings
 from autoshard.graph.memory.fusion_analysis import Fusion, FusionAnalysis, FusionRules, begin_analysis
 from autoshard.graph.memory.host_transfers import copied_stacks, hosted, in_transit
-from autoshard.graph.memory.lifetimes import buffers_of
+from autoshard.graph.memory.lifetimes import buffers_of, early_ends
 from autoshard.graph.memory.materialization import fused_operand_ratios, store_values
 from autoshard.graph.memory.row_layouts import relaid_values
 from autoshard.graph.memory.softmax import Softmax
@@ -59,6 +59,8 @@ class Liveness:
     fused_operand_ratios: Mapping[int, float] = dataclasses.field(default_factory=dict)
     """Maps an operand that kernels compute themselves to the ratio of bytes read for it to its own bytes."""
 
+    early_ends: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """Maps values that some chips' compilers write over as a matmul runs to this matmul (see `early_ends`)."""
     fetches: Mapping[int, int] = dataclasses.field(default_factory=dict)
     """Maps rows that a gather does not store to the number of kernels that fetch them; no fusion reads them."""
 
@@ -93,6 +95,7 @@ def analyse(
         analysis = fuse_gpu_epilogues(graph, analysis)
     away = hosted(graph)
     buffers, copied, reserved = buffers_of(graph, analysis)
+    ends = early_ends(graph, analysis, buffers) if rules.fused_matmuls else {}
     buffers = (*buffers, *in_transit(graph, analysis.reach, away), *copied_stacks(graph, away))
     buffers = tuple(buffer for buffer in buffers if buffer[0] not in away | scores)
     if rules.fused_matmuls:
@@ -131,6 +134,7 @@ def analyse(
         relaid,
         tuple(sorted({*relaid_values(graph, analysis)})) if rules.fused_matmuls else (),
         fused_operand_ratios(graph, analysis, fetches),
+        ends,
         fetches,
     )
 

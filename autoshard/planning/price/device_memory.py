@@ -17,6 +17,7 @@ from autoshard.cost import Topology
 from autoshard.graph import OpClass, OpGraph
 from autoshard.planning.space.decision_model import Model, Reshard
 from autoshard.planning.xla.axis_assignments import local_elements
+from autoshard.planning.xla.table_layouts import turned_updates
 
 
 _FILE = pathlib.Path(__file__).with_name("headroom.json")
@@ -251,6 +252,15 @@ def gathered_copies(model: Model, choices: NDArray[np.int64], steps: Mapping[int
             held = _gathered(model, model.reshards[number], choices, users)
             if held is not None:
                 yield LiveBuffer(held.start, held.stop, held.size, "gathered", held.tensor)
+
+
+def copied_updates(model: Model, choices: NDArray[np.int64]) -> Iterator[LiveBuffer]:
+    """Yield the copies of updates that a convolution wrote for a scatter, while both are there."""
+    for number, node in model.op_node.items():
+        op, state = model.graph.ops[number], model.nodes[node].states[[int(choices[node])]]
+        copied = turned_updates(model.graph, op, state, model.axis_sizes)
+        if copied[0]:
+            yield LiveBuffer(number - 1, number, int(np.rint(copied[0])), "temporaries", op.operands[2])
 
 
 def reserve(

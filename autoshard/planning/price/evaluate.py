@@ -15,7 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.graph import LEAST_ROWS, TO_HOST
-from autoshard.planning.price.device_memory import LiveBuffer, collective_buffers, gathered_copies, reserve
+from autoshard.planning.price.device_memory import (
+    LiveBuffer,
+    collective_buffers,
+    copied_updates,
+    gathered_copies,
+    reserve,
+)
 from autoshard.planning.price.heap_placement import heap_holes, written_by_collectives
 from autoshard.planning.price.on_chip_memory import on_chip_room, without_on_chip
 from autoshard.planning.price.reshard_times import (
@@ -27,7 +33,12 @@ from autoshard.planning.price.reshard_times import (
     reshard_time,
 )
 from autoshard.planning.price.softmax_credit import uncharged_bytes
-from autoshard.planning.price.sparse_core_rows import OFFLOADING, with_gathered_rows
+from autoshard.planning.price.sparse_core_rows import (
+    OFFLOADING,
+    offloaded_gathers,
+    sorted_indices,
+    with_gathered_rows,
+)
 from autoshard.planning.record.plan_parts import Collective
 from autoshard.planning.record.spec import Spec
 from autoshard.planning.space.attention_exchange import is_ring, ring_memory
@@ -271,6 +282,10 @@ def _buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
     Buffers of collectives are included; on TPUs these are only the tables that gathers read.
     """
     buffers, traits = solved_buffers(model, choices), model.mesh.topology.traits
+    # Kernels that gathers are fused with write several values.
+    if model.mesh.topology.chip.fused_gathers != "by default":
+        ends = model.liveness.early_ends
+        buffers = [each._replace(stop=min(each.stop, ends.get(each.tensor, each.stop))) for each in buffers]
     if traits.tiled:
         steps_to_copies = {
             number: reshard_time(model, reshard, choices).steps
@@ -278,13 +293,17 @@ def _buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
             if (node := model.nodes[reshard.target]).kind == "copy" and not node.memory
         }
         buffers += [*gathered_copies(model, choices, steps_to_copies), *_relaid_rows(model, choices)]
-        buffers += _copied_arguments(model, choices)
+        buffers += [*_copied_arguments(model, choices), *copied_updates(model, choices)]
     if traits.tiled or traits.separate_collective_buffers:
         buffers += _exchanged_views(model, choices)
-    if traits.tiled and (room := on_chip_room(model.mesh.topology, _memory(model, buffers)[0])):
-        buffers = without_on_chip(model, choices, buffers, room)
+    local_of = functools.partial(_local_dims, model, choices)
+    offloaded = offloaded_gathers(model, choices, local_of)
     if model.mesh.topology.chip.name in OFFLOADING:
-        buffers = list(with_gathered_rows(model.graph, buffers, functools.partial(_local_dims, model, choices)))
+        buffers += sorted_indices(model.graph, local_of)
+    if traits.tiled and (room := on_chip_room(model.mesh.topology, _memory(model, buffers)[0])):
+        buffers = without_on_chip(model, choices, buffers, room, set().union(*offloaded.values()))
+    if traits.tiled:
+        buffers = list(with_gathered_rows(model.graph, buffers, local_of, offloaded))
     if model.liveness.reserved:
         buffers = reserve(model.graph, buffers, model.liveness.reserved, traits.results_apart)
     if not traits.separate_collective_buffers and not traits.tiled:
@@ -299,7 +318,7 @@ def _buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
     # TPU compilers gather a table onto the chip if it fits there.
     least = 0 if traits.separate_collective_buffers else model.residency.room
     held = (LiveBuffer(*each) for each in collective_buffers(model, choices, steps))
-    return [*buffers, *(each for each in held if each.size > least)]
+    return [*buffers, *(each for each in held if each.size > (0 if each.start in offloaded else least))]
 
 
 def _exchanged_views(model: Model, choices: NDArray[np.int64]) -> Iterator[LiveBuffer]:

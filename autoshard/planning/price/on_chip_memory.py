@@ -6,7 +6,7 @@ Evidence: docs/compiler_behaviour.md, "Tensors in on-chip memory".
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,13 +46,14 @@ def on_chip_room(topology: Topology, peak_bytes: int) -> int:
 
 
 def without_on_chip(
-    model: Model, choices: NDArray[np.int64], buffers: Sequence[LiveBuffer], room: int
+    model: Model, choices: NDArray[np.int64], buffers: Sequence[LiveBuffer], room: int, away: Collection[int] = ()
 ) -> list[LiveBuffer]:
     """Return the buffers that are in main memory at any time; the others stay within `room` bytes of on-chip memory.
 
     A value is on the chip if there is room from its first to its last use. The time between two uses is limited too, by
     `COPIES`. Otherwise the value is copied to main memory once it is written, and fetched again for each use.
-    Arguments, results and values that a loop carries are in main memory, but are fetched and then take room too.
+    Arguments, results and values that a loop carries are in main memory, but are fetched and then take room too. The
+    tensors `away` are read and written in main memory.
 
     The peak errs on the safe side. Compilers place first what saves the most time. The order here is by size instead,
     the smallest first, so that large values find the least room. Values that are written inside of a loop take room,
@@ -69,7 +70,7 @@ def without_on_chip(
     on_chip: set[int] = set()
     for number in sorted(range(len(buffers)), key=lambda number: buffers[number].size):
         each = buffers[number]
-        if not NEGLIGIBLE_SHARE * room < each.size <= room or each.start >= end:
+        if not NEGLIGIBLE_SHARE * room < each.size <= room or each.start >= end or each.tensor in away:
             continue
         stop = min(each.stop, end)
         uses = [use for use in reads.get(each.tensor, ()) if each.start <= use < stop]

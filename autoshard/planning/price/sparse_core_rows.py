@@ -4,21 +4,64 @@ Evidence: docs/compiler_behaviour.md, "Rows that sparse cores gather".
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from autoshard.cost import tile_padding
-from autoshard.graph import OpClass, OpGraph
+from autoshard.cost import Chip, tile_padding
+from autoshard.graph import Op, OpClass, OpGraph
 from autoshard.planning.price.device_memory import LiveBuffer
+from autoshard.planning.space.decision_model import Model
+from autoshard.planning.xla.table_layouts import local_dims, table_copies
 
 
-OFFLOADING = frozenset({"v5p"})
-"""Chips whose compiler, libtpu 0.0.52, has sparse cores gather rows by default; on v5e and v6e it does not."""
+OFFLOADING = frozenset({"v5p", "v6e"})
+"""Chips whose compiler, libtpu 0.0.52, has sparse cores gather rows by default."""
+NEAR_SHARE = 0.25
+"""Share of on-chip memory below which v6e gathers from a table there, by the other core.
+
+Compiled alone, tables of 16 to 30 of 128 MiB were read there, and tables of 32 to 64 MiB by sparse cores. Counted are
+the bytes in the layout that is read: 64 columns of bfloat16 count twice.
+"""
+
+
+def sparse_cores_gather(chip: Chip, table_bytes: float) -> bool:
+    """Return True if sparse cores gather the rows of a table of some bytes, which they read in main memory."""
+    if chip.name not in OFFLOADING:
+        return False
+    return chip.cores_per_chip > chip.devices_per_chip or table_bytes >= NEAR_SHARE * chip.vmem_bytes
+
+
+def offloaded_gathers(
+    model: Model, choices: NDArray[np.int64], local_of: Callable[[int], Sequence[int]]
+) -> Mapping[int, set[int]]:
+    """Return the gathers that sparse cores execute, with the tensors that these read and write in main memory.
+
+    They read a gathered copy of a split table, and not the table itself.
+
+    - `local_of`: dims of a tensor's shard.
+    """
+    graph, chip = model.graph, model.mesh.topology.chip
+    if chip.name not in OFFLOADING:
+        return {}
+    found: dict[int, set[int]] = {}
+    for number, node in model.op_node.items():
+        op, state = graph.ops[number], model.nodes[node].states[[int(choices[node])]]
+        copies = table_copies(graph, op, state, model.axis_sizes, model.mesh.topology) if op.kind == "gather" else None
+        if copies is not None and sparse_cores_gather(chip, float(copies.table[0])):
+            read = [int(each[0]) for each in local_dims(graph, op, 0, state, model.axis_sizes)]
+            whole = read == list(local_of(op.operands[0]))
+            found[number] = {*op.results, *op.operands[: int(whole)]}
+    return found
 
 
 def with_gathered_rows(
-    graph: OpGraph, buffers: Sequence[LiveBuffer], local_of: Callable[[int], Sequence[int]]
+    graph: OpGraph,
+    buffers: Sequence[LiveBuffer],
+    local_of: Callable[[int], Sequence[int]],
+    offloaded: Collection[int],
 ) -> Iterator[LiveBuffer]:
     """Yield the buffers of a program whose rows sparse cores gather, and the padding of these rows.
 
@@ -27,6 +70,7 @@ def with_gathered_rows(
     write their results over an operand, but none over the result of a sparse core.
 
     - `local_of`: dims of a tensor's shard.
+    - `offloaded`: gathers that sparse cores execute.
     """
     rows = _gathered_rows(graph)
     for each in buffers:
@@ -34,7 +78,7 @@ def with_gathered_rows(
             yield each
             continue
         maker, reads = graph.maker(each.tensor), each.stop < len(graph.ops)
-        apart = maker is not None and maker.kind == "gather"
+        apart = maker is not None and maker.id in offloaded
         apart &= reads and graph.ops[each.stop].op_class is OpClass.POINTWISE
         record, local = graph.tensors[each.tensor], local_of(each.tensor)
         ratio = tile_padding(np.asarray([local], dtype=np.float64), record.itemsize, in_order=True)
@@ -58,3 +102,31 @@ def _gathered_rows(graph: OpGraph) -> Mapping[int, int]:
         if found:
             rows |= dict.fromkeys((*found, updates), op.id)
     return rows
+
+
+def sorted_indices(graph: OpGraph, local_of: Callable[[int], Sequence[int]]) -> Iterator[LiveBuffer]:
+    """Yield the indices that scatters of gathered rows sort, and their order.
+
+    All scatters by the same indices share them, from the first to the last. They are sorted once the rows are there,
+    and lie behind these. Evidence: docs/compiler_behaviour.md, "Rows that sparse cores gather".
+
+    - `local_of`: dims of a tensor's shard.
+    """
+    users: dict[tuple[object, ...], list[Op]] = defaultdict(list)
+    for scatter in sorted(set(_gathered_rows(graph).values())):
+        op = graph.ops[scatter]
+        users[_formula(graph, op.operands[1])].append(op)
+    for ops in users.values():
+        if len(ops) > 1:
+            indices = ops[0].operands[1]
+            size = math.prod(local_of(indices)) * graph.tensors[indices].itemsize
+            held = LiveBuffer(ops[0].id, ops[-1].id + 1, size, "temporaries", indices)
+            yield from (held, held)
+
+
+def _formula(graph: OpGraph, tensor: int) -> tuple[object, ...]:
+    """Return how a tensor is computed from arguments; compilers compute equal formulas once."""
+    maker = graph.maker(tensor)
+    if maker is None:
+        return (tensor,)
+    return (maker.kind, *(_formula(graph, operand) for operand in maker.operands))

@@ -17,7 +17,7 @@ from autoshard.planning.space.op_work import OpModel, OpWork, Side, matrix_secon
 from autoshard.planning.xla.array_layouts import SORTS, cumulative_copies, scratch_itemsize
 from autoshard.planning.xla.axis_assignments import WHOLE, Seconds, local_elements, relabel
 from autoshard.planning.xla.image_layouts import shifted_images, shifted_span
-from autoshard.planning.xla.table_layouts import Copies, gathers_inner, table_copies
+from autoshard.planning.xla.table_layouts import Copies, slices_inner, table_copies
 
 
 _ROOM = 0.75
@@ -81,7 +81,7 @@ def _turned_bytes(work: OpWork) -> Seconds:
     A copy before it and one after it change the layouts. They write and read the table and the result once more, on the
     chip if these fit there. Seen in resizes along two dims on v5e, of tensors of 8 to 512 MiB.
     """
-    if not work.compute.topology.traits.tiled or not gathers_inner(work.graph, work.op):
+    if not work.compute.topology.traits.tiled or not slices_inner(work.graph, work.op):
         return work.zeros
     graph, op, rule, size = work.graph, work.op, work.op.rule, work.zeros
     room, ratio = work.residency.room, work.residency.ratio or 1.0

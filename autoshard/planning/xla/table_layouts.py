@@ -36,6 +36,8 @@ The loop moves one feature and column at a time through on-chip memory. Compiled
 16 columns, AdamW; 9 and 12 of 16 columns; 10 to 15 of 4 columns in bfloat16. A reshape alone moves columns in words of
 4 bytes that do not fill a tile: 7 to 15 tables of 4 columns in float32.
 """
+_LARGEST_SLICE = 2 * 2**20
+"""Bytes of the largest slices that one kernel adds up: those of 2 MiB were, and of 4 and 8 MiB a loop adds up."""
 _WORD = 4
 """Bytes of a word, of which a row of lanes consists."""
 
@@ -115,14 +117,34 @@ def table_of(graph: OpGraph, op: Op, topology: Topology) -> Table | None:
     return Table(table, count) if updates.elements == found * columns else None
 
 
-def gathers_inner(graph: OpGraph, op: Op) -> bool:
-    """Return True for a gather of slices along a dim that follows others which its slices contain whole."""
-    if op.kind != "gather" or op.rule is None:
+def slices_inner(graph: OpGraph, op: Op) -> bool:
+    """Return True for a gather or scatter of slices along a dim that follows others which its slices contain whole."""
+    if op.kind not in ("gather", "scatter") or op.rule is None:
         return False
     table, (dims, indices) = graph.tensors[op.operands[0]], op.rule.operands[:2]
-    copied = {factor for dim in op.rule.results[0] for factor in dim} - {factor for dim in indices for factor in dim}
+    slices = op.rule.results[0] if op.kind == "gather" else op.rule.operands[2]
+    copied = {factor for dim in slices for factor in dim} - {factor for dim in indices for factor in dim}
     whole = [copied.issuperset(dim) for dim, size in zip(dims, table.shape, strict=True) if size > 1 and dim]
     return False in whole[1:] and whole[0]
+
+
+def turned_updates(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) -> Seconds:
+    """Return the bytes of the copy of a scatter's updates, which a convolution wrote, [states]; 0 for other ops.
+
+    An example is the gradient of a resize of images. The scatter adds up slices in another order of dims than that of
+    the image. Larger slices than `_LARGEST_SLICE` it adds up in a loop, which reads them as they are.
+
+    - `states`: factor that each mesh axis splits, [states, axes].
+    - `axes`: sizes of the mesh axes.
+    """
+    maker = graph.maker(op.operands[2]) if op.kind == "scatter" and slices_inner(graph, op) else None
+    if maker is None or maker.kind != "convolution" or op.rule is None:
+        return np.zeros(len(states))
+    dims = local_dims(graph, op, 2, states, axes)
+    indices = {factor for dim in op.rule.operands[1] for factor in dim}
+    size = math.prod(dims, start=np.ones(len(states))) * graph.tensors[op.operands[2]].itemsize
+    along = [each for each, dim in zip(dims, op.rule.operands[2], strict=True) if indices & set(dim)]
+    return np.where(size <= _LARGEST_SLICE * math.prod(along, start=np.ones(len(states))), size, 0.0)
 
 
 def _in(factor: int, dims: Sequence[tuple[int, ...]]) -> bool:
