@@ -19,6 +19,8 @@ from autoshard.planning import (
     check_names,
     expressible_specs,
     form_named,
+    held_remat,
+    planned_remat,
     price_form,
     reopen,
     splits_in_plan,
@@ -80,9 +82,10 @@ def make_export(plan: Plan, form: str, program: Program | None = None, *, force:
         plan = with_split_batch(plan, program)
     if not force:
         _refuse_nothing(plan, known, program)
-    prediction, sentence = _priced(plan, known, program, problem)
+    held = _held_remat(plan, known)
+    prediction, sentence = _priced(plan, known, program, problem, held)
     if not force:
-        _refuse_slow(plan, known, prediction)
+        _refuse_slow(plan, known, prediction, held)
     if plan.flags:
         sentence += f' The step is to run with LIBTPU_INIT_ARGS="{" ".join(plan.flags)}".'
     inputs = (plan, sentence, program) if known.reads_program else (plan, sentence)
@@ -112,13 +115,23 @@ def _refuse_nothing(plan: Plan, form: Form, program: Program | None) -> None:
         )
 
 
-def _refuse_slow(plan: Plan, form: Form, prediction: Prediction | None) -> None:
+def _held_remat(plan: Plan, form: Form) -> str:
+    """Return the recomputation that layers have in a form if it is not the plan's, else an empty text."""
+    try:
+        planned = planned_remat(plan)
+    except UserError:  # a choice of the program's own, which the step keeps
+        return ""
+    held = None if planned is None else str(held_remat(form, planned))
+    return "" if held is None or held == str(planned) else held
+
+
+def _refuse_slow(plan: Plan, form: Form, prediction: Prediction | None, held: str) -> None:
     """Raise FormError if a form's step takes more than `SLOWEST` of the plan's, or does not fit where the plan does.
 
-    Return for a form without a price, and for a plan that was made within the form.
+    Return for a form without a price, and for a plan that was made within the form. `held` is as of `_held_remat`.
     """
     planned = plan.prediction
-    if prediction is None or plan.origin.form == form.name:
+    if prediction is None or (plan.origin.form == form.name and not held):
         return
     slow = prediction.step_time_s > SLOWEST * planned.step_time_s
     if slow or (planned.fits and not prediction.fits):
@@ -126,10 +139,15 @@ def _refuse_slow(plan: Plan, form: Form, prediction: Prediction | None) -> None:
             f"{format_seconds(each.step_time_s)} and {format_bytes(each.peak_bytes)}" for each in (prediction, planned)
         ]
         raise FormError(
-            f"the {form.name} form cannot hold this plan: its step would take {both[0]} of one device, the plan's "
-            f"takes {both[1]}. {_whole(form)}Repeat `autoshard plan` with --for {form.name} for the best plan that it "
-            "can hold, which may be much slower, or write it all the same with --force."
+            f"the {form.name} form cannot hold this plan{_why(plan, held)}: its step would take {both[0]} of one "
+            f"device, the plan's takes {both[1]}. {_whole(form)}Repeat `autoshard plan` with --for {form.name} for the "
+            "best plan that it can hold, which may be much slower, or write it all the same with --force."
         )
+
+
+def _why(plan: Plan, held: str) -> str:
+    """Return a phrase on the recomputation `held` by a form; empty for the plan's own."""
+    return f", whose layers recompute by {planned_remat(plan)} and there by {held}" if held else ""
 
 
 def _whole(form: Form) -> str:
@@ -147,7 +165,7 @@ def _opened(plan: Plan, form: Form, program: Program | None) -> tuple[Program | 
     A given program is returned. None and an empty text are returned if neither the form nor its price needs the
     program.
     """
-    unpriced = plan.origin.form == form.name and not form.reads_program
+    unpriced = plan.origin.form == form.name and not form.reads_program and not _held_remat(plan, form)
     if program is not None or unpriced or form.rest is Rest.STAGES:
         return program, ""
     try:
@@ -156,21 +174,22 @@ def _opened(plan: Plan, form: Form, program: Program | None) -> tuple[Program | 
         return None, str(error)
 
 
-def _priced(plan: Plan, form: Form, program: Program | None, problem: str) -> tuple[Prediction | None, str]:
+def _priced(plan: Plan, form: Form, program: Program | None, problem: str, held: str) -> tuple[Prediction | None, str]:
     """Return the prediction for a form's shardings, and the sentence that reports it.
 
     The prediction is None if the form cannot be priced; the sentence then names the reason (`problem` if the program
     could not be opened). It is the plan's own for stages, and for a plan that was made for this form and is without
-    program.
+    program. `held` is as of `_held_remat`: another recomputation than the plan's is priced.
     """
     if form.rest is Rest.STAGES:
         planned = plan.prediction
         step, peak = format_seconds(planned.step_time_s), format_bytes(planned.peak_bytes)
         return planned, f"Predicted: a step of {step}, {peak} of one device of the fullest stage."
-    if problem and plan.origin.form != form.name:
+    if problem and (held or plan.origin.form != form.name):
         return None, f"This form's specs are not priced: {problem}"
     try:
-        prediction = plan.prediction if program is None else price_form(plan, program, form)
+        recomputed = reopen(plan, remat=held) if held and program is not None else None
+        prediction = plan.prediction if program is None else price_form(plan, program, form, recomputed)
     except UserError as error:
         return None, f"This form's specs are not priced: {error}"
     if prediction is None:

@@ -36,6 +36,7 @@ from autoshard.planning.forms.export_forms import layer_spec as layer_spec
 from autoshard.planning.forms.export_forms import module_pattern as module_pattern
 from autoshard.planning.forms.export_forms import splits_in_plan as splits_in_plan
 from autoshard.planning.forms.export_forms import splits_nothing as splits_nothing
+from autoshard.planning.forms.held_recipes import held_remat as held_remat
 from autoshard.planning.forms.maxtext_axes import maxtext_uses as maxtext_uses
 from autoshard.planning.forms.within_form import by_name as by_name
 from autoshard.planning.forms.within_form import price_form as price_form

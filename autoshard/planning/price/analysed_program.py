@@ -158,6 +158,15 @@ def build_model(
     return price(program, graph, structure, liveness, where, memory_limit, calibration, tables)
 
 
+def priced_as(plan: Plan, program: Program, reading: AnalysedProgram) -> Model:
+    """Return the model of a program on a plan's mesh, at the prices and within the memory of the plan."""
+    mesh = make_mesh(Topology.parse(plan.topology), plan.mesh)
+    figures = recorded_calibration(
+        mesh.topology.chip.name, plan.provenance.get("learned"), plan.provenance.get("xla_flags")
+    )
+    return build_model(program, reading, mesh, plan.memory_limit_bytes, figures, staged=plan.origin.staged)
+
+
 def reprice(plan: Plan, program: Program, reading: AnalysedProgram) -> tuple[Model, NDArray[np.int64]]:
     """Return the model and the choices (one number for each node) of a stored plan.
 
@@ -165,11 +174,8 @@ def reprice(plan: Plan, program: Program, reading: AnalysedProgram) -> tuple[Mod
     suit the model (an older or another version made it). Raises it also if the choices are not priced at the step time
     that the plan predicts, within a millionth.
     """
-    mesh = make_mesh(Topology.parse(plan.topology), plan.mesh)
-    figures = recorded_calibration(
-        mesh.topology.chip.name, plan.provenance.get("learned"), plan.provenance.get("xla_flags")
-    )
-    model = build_model(program, reading, mesh, plan.memory_limit_bytes, figures, staged=plan.origin.staged)
+    model = priced_as(plan, program, reading)
+    mesh = model.mesh
     stored = [int(word) if word.isdecimal() and len(word) < 10 else -1 for word in plan.choices.split()]
     choices = np.array(stored, dtype=np.int64)
     again = "plan it again with this version of autoshard."
