@@ -86,6 +86,8 @@ def make_export(plan: Plan, form: str, program: Program | None = None, *, force:
     prediction, sentence = _priced(plan, known, program, problem, held)
     if not force:
         _refuse_slow(plan, known, prediction, held)
+    if known.gathers:
+        sentence += " The figures are of a step compiled by XLA; `autoshard degrees` has those of eager torch."
     if plan.flags:
         sentence += f' The step is to run with LIBTPU_INIT_ARGS="{" ".join(plan.flags)}".'
     inputs = (plan, sentence, program) if known.reads_program else (plan, sentence)
