@@ -61,7 +61,8 @@ def test_what_is_no_decoder_is_traced(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("list planets", "argument what: invalid choice: 'planets' (choose from "),
+        ("list planets", "argument {models,topologies,chips}: invalid choice: 'planets' (choose from "),
+        ("list", "the following arguments are required: {models,topologies,chips}"),
         ("list models v5e:*", "a pattern is for topologies: write `autoshard list topologies 'v5e:*'`."),
         ("list topologies v5e:9x*", "topology 'v5e:9x*' stands for none; v5e comes in 1x1"),
         ("estimate step.py --topology v5e:4x4", "an estimate is of a configuration, hf:CONFIG; found 'step.py'"),

@@ -58,9 +58,12 @@ def open_program(
     """
     if plan is not None:
         plan.check_one_step()
-    progress(f"Tracing {arguments.program}")
     from autoshard.planning.record.program_place import is_same_program
-    from autoshard.program import lift_constraints, load_rules, open_source
+    from autoshard.program import lift_constraints, load_rules, open_source, read_config
+
+    if arguments.program.startswith("hf:"):
+        read_config(arguments.program.removeprefix("hf:"))  # a name that is none is refused first
+    progress(f"Tracing {arguments.program}")
 
     configure_imports()
     if topology is not None:

@@ -419,7 +419,12 @@ def build_parser() -> argparse.ArgumentParser:
     add_output(validate, "--plot", metavar="PAIRS.png", help="with --pairs: draw predicted over measured")
 
     list_ = _command(commands, "list", other_commands.run_list, "say which models, topologies and chips can be named")
-    list_.add_argument("what", choices=other_commands.LISTS, help="models are bundled configurations, for hf:NAME")
+    list_.add_argument(
+        "what",
+        choices=other_commands.LISTS,
+        metavar=f"{{{','.join(other_commands.LISTS)}}}",
+        help="models are bundled configurations, for hf:NAME",
+    )
     list_.add_argument(
         "pattern", nargs="?", metavar="PATTERN", help="pattern of topologies: 'v5e:*', 'v6e:16x16*1-4' ..."
     )

@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import functools
 import math
+import os
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
@@ -195,7 +196,8 @@ def load_chip(name: str) -> Chip:
         if wanted == chip.name or wanted in chip.aliases:
             return chip
     known = [alias for chip in _chips().values() for alias in (chip.name, *chip.aliases)]
-    near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(wanted, known, n=8, cutoff=0.5)
+    near = sorted(near, key=lambda each: -len(os.path.commonprefix([each, wanted])))[:3]
     hint = f"did you mean {' or '.join(near)}?" if near else f"known chips are {', '.join(_chips())}"
     raise UserError(f"unknown chip {name!r}; {hint}")
 

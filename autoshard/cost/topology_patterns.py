@@ -41,6 +41,9 @@ def find_topologies(pattern: str) -> tuple[Topology, ...]:
     """
     text = pattern.strip()
     match = _PATTERN.fullmatch(text)
+    if "*" in text and not {":", "-"} & set(text):
+        chip = text.removesuffix("*") if text.removesuffix("*").lower() in chip_names() else text
+        raise UserError(f"topology {pattern!r} names no shapes; write '{chip}:*'.")
     if match is None or not _is_pattern(match):
         return (Topology.parse(text),)
     first = int(match["first"] or 1)

@@ -21,7 +21,9 @@ from autoshard.planning import (
     check_names,
     expressible_specs,
     form_named,
+    held_remat,
     lost_values,
+    planned_remat,
     price_form,
     reopen,
     splits_in_plan,
@@ -83,9 +85,12 @@ def make_export(plan: Plan, form: str, program: Program | None = None, *, force:
         plan = with_split_batch(plan, program)
     if not force:
         _refuse_nothing(plan, known, program)
-    prediction, sentence = _priced(plan, known, program, problem)
+    held = _held_remat(plan, known)
+    prediction, sentence = _priced(plan, known, program, problem, held)
     if not force:
-        _refuse_slow(plan, known, prediction, program)
+        _refuse_slow(plan, known, prediction, program, held)
+    if known.gathers:
+        sentence += " The figures are of a step compiled by XLA; `autoshard degrees` has those of eager torch."
     if plan.flags:
         sentence += f' The step is to run with LIBTPU_INIT_ARGS="{" ".join(plan.flags)}".'
     inputs = (plan, sentence, program) if known.reads_program else (plan, sentence)
@@ -115,14 +120,24 @@ def _refuse_nothing(plan: Plan, form: Form, program: Program | None) -> None:
         )
 
 
-def _refuse_slow(plan: Plan, form: Form, prediction: Prediction | None, program: Program | None) -> None:
+def _held_remat(plan: Plan, form: Form) -> str:
+    """Return the recomputation that layers have in a form if it is not the plan's, else an empty text."""
+    try:
+        planned = planned_remat(plan)
+    except UserError:  # a choice of the program's own, which the step keeps
+        return ""
+    held = None if planned is None else str(held_remat(form, planned))
+    return "" if held is None or held == str(planned) else held
+
+
+def _refuse_slow(plan: Plan, form: Form, prediction: Prediction | None, program: Program | None, held: str) -> None:
     """Raise FormError if a form's step takes more than `SLOWEST` of the plan's, or does not fit where the plan does.
 
     The error names the first values that lack splits. Return for a form without a price, for a plan that was made
-    within the form, and for a form with hints: its price is that of a step without them.
+    within the form, and for a form with hints: its price is that of a step without them. `held` is as of `_held_remat`.
     """
     planned = plan.prediction
-    if prediction is None or plan.origin.form == form.name or form.hints:
+    if prediction is None or (plan.origin.form == form.name and not held) or form.hints:
         return
     slow = prediction.step_time_s > SLOWEST * planned.step_time_s
     if slow or (planned.fits and not prediction.fits):
@@ -130,10 +145,10 @@ def _refuse_slow(plan: Plan, form: Form, prediction: Prediction | None, program:
             f"{format_seconds(each.step_time_s)} and {format_bytes(each.peak_bytes)}" for each in (prediction, planned)
         ]
         raise FormError(
-            f"the {form.name} form cannot hold this plan: its step would take {both[0]} of one device, the plan's "
-            f"takes {both[1]}. {_lost(plan, form, program)}{_whole(form)}Repeat `autoshard plan` with --for "
-            f"{form.name} for the best plan that it can hold, which may be much slower, or write it all the same with "
-            "--force."
+            f"the {form.name} form cannot hold this plan{_why(plan, held)}: its step would take {both[0]} of one "
+            f"device, the plan's takes {both[1]}. {_lost(plan, form, program)}{_whole(form)}Repeat `autoshard plan` "
+            f"with --for {form.name} for the best plan that it can hold, which may be much slower, or write it all the "
+            "same with --force."
         )
 
 
@@ -162,6 +177,11 @@ def _lost(plan: Plan, form: Form, program: Program | None) -> str:
     )
 
 
+def _why(plan: Plan, held: str) -> str:
+    """Return a phrase on the recomputation `held` by a form; empty for the plan's own."""
+    return f", whose layers recompute by {planned_remat(plan)} and there by {held}" if held else ""
+
+
 def _whole(form: Form) -> str:
     """Return a sentence on the ways to run the whole plan where `form` cannot hold it; empty if none is known."""
     if form.rest is Rest.XLA and form.layers:
@@ -177,7 +197,7 @@ def _opened(plan: Plan, form: Form, program: Program | None) -> tuple[Program | 
     A given program is returned. None and an empty text are returned if neither the form nor its price needs the
     program.
     """
-    unpriced = plan.origin.form == form.name and not form.reads_program
+    unpriced = plan.origin.form == form.name and not form.reads_program and not _held_remat(plan, form)
     if program is not None or unpriced or form.rest is Rest.STAGES:
         return program, ""
     try:
@@ -186,21 +206,22 @@ def _opened(plan: Plan, form: Form, program: Program | None) -> tuple[Program | 
         return None, str(error)
 
 
-def _priced(plan: Plan, form: Form, program: Program | None, problem: str) -> tuple[Prediction | None, str]:
+def _priced(plan: Plan, form: Form, program: Program | None, problem: str, held: str) -> tuple[Prediction | None, str]:
     """Return the prediction for a form's shardings, and the sentence that reports it.
 
     The prediction is None if the form cannot be priced; the sentence then names the reason (`problem` if the program
     could not be opened). It is the plan's own for stages, and for a plan that was made for this form and is without
-    program.
+    program. `held` is as of `_held_remat`: another recomputation than the plan's is priced.
     """
     if form.rest is Rest.STAGES:
         planned = plan.prediction
         step, peak = format_seconds(planned.step_time_s), format_bytes(planned.peak_bytes)
         return planned, f"Predicted: a step of {step}, {peak} of one device of the fullest stage."
-    if problem and plan.origin.form != form.name:
+    if problem and (held or plan.origin.form != form.name):
         return None, f"This form's specs are not priced: {problem}"
     try:
-        prediction = plan.prediction if program is None else price_form(plan, program, form)
+        recomputed = reopen(plan, remat=held) if held and program is not None else None
+        prediction = plan.prediction if program is None else price_form(plan, program, form, recomputed)
     except UserError as error:
         return None, f"This form's specs are not priced: {error}"
     if prediction is None:

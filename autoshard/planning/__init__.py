@@ -37,6 +37,7 @@ from autoshard.planning.forms.export_forms import module_pattern as module_patte
 from autoshard.planning.forms.export_forms import parameter_of as parameter_of
 from autoshard.planning.forms.export_forms import splits_in_plan as splits_in_plan
 from autoshard.planning.forms.export_forms import splits_nothing as splits_nothing
+from autoshard.planning.forms.held_recipes import held_remat as held_remat
 from autoshard.planning.forms.lost_values import lost_values as lost_values
 from autoshard.planning.forms.maxtext_axes import maxtext_uses as maxtext_uses
 from autoshard.planning.forms.within_form import by_name as by_name

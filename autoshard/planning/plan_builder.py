@@ -54,7 +54,7 @@ from autoshard.planning.solve.weight_search import Infeasible, SearchResult
 from autoshard.planning.space.attention_exchange import check_exchange
 from autoshard.planning.space.derived_axes import STAGE, find_axis_parts
 from autoshard.planning.space.plan_options import Limits, Options
-from autoshard.planning.space.spec_constraints import check_regions, mesh_text, program_mesh
+from autoshard.planning.space.spec_constraints import check_regions, check_searched_axes, mesh_text, program_mesh
 from autoshard.planning.space.user_constraints import check_axes
 from autoshard.program import Program, lift_constraints, lowered_for
 from autoshard.solver import write_contest
@@ -186,6 +186,8 @@ def make_plan(
         task = dataclasses.replace(task, tables=before.tables, stages=before.stages)
     search_on = Searcher(task, phases, crew, parsed)
     given = given_mesh(parsed, options.mesh, program_mesh(reading.graph, parsed.num_devices))
+    if given is None:
+        check_searched_axes(reading.graph, parsed.num_devices)
     searched = _search(search_on, given, limits.seconds, options.refine_axes, before)
     best, found = searched.best, searched.best.found
     if isinstance(found, Infeasible):

@@ -46,6 +46,7 @@ def test_several_chips_have_the_shapes_that_each_has():
 @pytest.mark.parametrize(
     ("pattern", "sentence"),
     [
+        ("h100*", "topology 'h100*' names no shapes; write 'h100:*'"),
         ("v5q:*", "unknown chip 'v5q'; did you mean v5 or v5p or v5e"),
         ("v7z*:4x4", "no chip is called 'v7z*'; did you mean"),
         ("v5e:5x*", "topology 'v5e:5x*' stands for none; v5e comes in 1x1, 2x2, 2x4"),

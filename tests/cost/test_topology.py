@@ -137,6 +137,7 @@ def test_physical_axes_multiply_to_the_devices() -> None:
         ("v5p:4x4", "v5p has no shape 4x4"),
         ("v4:16x16x32", "v4 has no shape 16x16x32: 8192 chips, at most 4096 exist in a slice"),
         ("v5q:4x4", "unknown chip 'v5q'; did you mean v5"),
+        ("v5x:4x4", "unknown chip 'v5x'; did you mean v5 or v5p or v5e"),
         ("zzzz:4", "unknown chip 'zzzz'; known chips are a100, b200, cpu, gb200, h100, h200, tpu7x, v2, v3, v4"),
         ("h10:8", "unknown chip 'h10'; did you mean h100"),
         ("v5p-100", "unknown slice 'v5p-100'; the nearest that exist are v5p-32, v5p-64, v5p-128"),

@@ -215,6 +215,14 @@ def test_another_mesh_may_have_the_same_axes() -> None:
     assert ("data",) in {pin.spec.dims[0] for pin in plan.pins if pin.name.endswith("sharding_constraint")}
 
 
+def test_a_search_for_axes_that_only_the_program_knows_ends_before_it_begins() -> None:
+    own = AbstractMesh((2, 4), ("rows", "cols"), axis_types=(AxisType.Auto,) * 2)
+    program = trace(lambda x: constrain(own, x * 2, "rows", "cols"), (f32(16, 32),))
+    assert make_plan(program, Options(topology="cpu:8")).plan.mesh == {"rows": 2, "cols": 4}
+    with pytest.raises(UserError, match=r"mesh axes rows, cols, .* --mesh rows=4,cols=4, for example"):
+        make_plan(program, Options(topology="v5e:4x4"))
+
+
 @pytest.mark.parametrize(
     "make, mesh, said",
     [

@@ -1,5 +1,7 @@
 """Recipes in exports for torch: layers are recomputed as planned, and prices are those of the code that runs."""
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -7,15 +9,17 @@ import torch
 import transformers
 
 import autoshard
-from autoshard.errors import FormError
+from autoshard.errors import FormError, UserError
 from autoshard.exports import export_plan, make_export
-from autoshard.planning import Plan
+from autoshard.planning import NamedSource, Plan, Spec, is_stacked, plan_any
+from autoshard.planning.forms.held_recipes import plan_of_held
+from autoshard.planning.space.plan_options import Options
 from autoshard.program import Program, open_source, read_config
 
 
-def tiny(**options: Any) -> tuple[Program, Plan]:
+def tiny(form: str | None = None, **options: Any) -> tuple[Program, Plan]:
     program = open_source("hf:llama-tiny", train=True, batch=16, seq=64, **options)
-    return program, autoshard.plan(program, topology="cpu:4", mesh={"data": 4})
+    return program, autoshard.plan(program, topology="cpu:4", mesh={"data": 4}, form=form)
 
 
 def gradients(model: Any) -> tuple[float, list[torch.Tensor]]:
@@ -66,6 +70,45 @@ def test_fsdp_is_priced_as_it_runs() -> None:
     split = make_export(plan, "torchtitan", program, force=True).prediction
     assert split is not None and split.step_time_s == pytest.approx(fsdp.step_time_s, rel=0.02)
     assert split.peak_bytes == pytest.approx(fsdp.peak_bytes, rel=0.02)
+
+
+def test_figures_are_those_of_the_recomputation_that_a_form_holds() -> None:
+    """Judge by FSDP of the program whose layers recompute as they do in the form."""
+    fsdp = tiny(dtype="float32", remat="full")[1].baselines["fsdp"]
+    program, plan = tiny(dtype="float32", remat="dots")
+    found = make_export(plan, "accelerate", program, force=True)
+    assert found.prediction is not None and "which the figures count" in found.text
+    assert found.prediction.step_time_s == pytest.approx(fsdp.step_time_s, rel=0.02)
+    assert found.prediction.peak_bytes == pytest.approx(fsdp.peak_bytes, rel=0.02)
+    assert plan.baselines["fsdp"].peak_bytes > 1.1 * fsdp.peak_bytes
+
+
+def test_layers_keep_their_specs_under_another_recomputation() -> None:
+    """Turn the stacks of a mixture into one stack of all layers, and back."""
+    full, plan = tiny(dtype="float32", remat="full")
+    mixed, mixture = tiny(dtype="float32", remat="dots:1+none")
+    assert plan.arguments.keys() != mixture.arguments.keys()
+    split = {name: Spec(((), ("data",))) if is_stacked(name) else Spec((("data",),)) for name in mixture.arguments}
+    there = plan_of_held(dataclasses.replace(mixture, arguments=split), full)
+    assert there.arguments.keys() == plan.arguments.keys()
+    back = plan_of_held(there, mixed)
+    assert back.arguments == split
+
+
+def test_plans_for_a_form_recompute_as_it_can() -> None:
+    def source(remat: str) -> NamedSource:
+        def opened(options: Mapping[str, Any], recipe: Mapping[str, Any], *, anew: bool) -> Program:
+            return open_source("hf:llama-tiny", **options)
+
+        options = {"train": True, "batch": 16, "seq": 64, "dtype": "float32", "remat": remat}
+        return NamedSource("hf:llama-tiny", options, opened)
+
+    options = Options(topology="cpu:4", mesh={"data": 4}, form="accelerate")
+    with pytest.raises(UserError, match="the accelerate form cannot hold --remat dots"):
+        plan_any(source("dots"), options)
+    best = plan_any(source("auto"), options).plan
+    assert best.recipe is not None
+    assert {row["choices"]["remat"] for row in best.recipe.tried} == {"none", "full"}
 
 
 def test_what_a_policy_has_on_the_hosts_is_named() -> None:

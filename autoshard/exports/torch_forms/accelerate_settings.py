@@ -78,7 +78,7 @@ def _recomputes(plan: Plan) -> tuple[bool, tuple[str, ...]]:
         return False, ()
     if str(planned) == "full":
         return True, ()
-    return True, (f"recomputation by {planned}; Accelerate recomputes whole layers, or nothing.",)
+    return True, (f"recomputation by {planned}; Accelerate recomputes whole layers (`full`), which the figures count.",)
 
 
 def _block_classes(program: Program | None) -> list[str]:

@@ -69,8 +69,8 @@ def recipe_lacks(plan: Plan, *, recomputed: bool, mixed: bool) -> tuple[str, ...
         )
     elif named:
         lacks.append(
-            f"values that the plan saves by name ({', '.join(named)}): they are recomputed here; "
-            "`autoshard.torch_remat_policy(plan, layer)` saves them."
+            f"values that the plan saves by name ({', '.join(named)}): they are recomputed here, which the figures "
+            "count; `autoshard.torch_remat_policy(plan, layer)` saves them."
         )
     if remat is not None and any("offload=" in policy for policy, _ in remat.parts):
         lacks.append("values of layers that wait in the hosts' memory: they stay on the devices.")

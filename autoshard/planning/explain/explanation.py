@@ -136,12 +136,20 @@ def named(plan: Plan, name: str) -> list[str]:
     raise UserError(f"the plan has no argument or result {name}; {near_names(name, found or known)}")
 
 
-def reopen(plan: Plan, program: str | None = None, entry: str | None = None, *, kept: bool = False) -> Program:
+def reopen(
+    plan: Plan,
+    program: str | None = None,
+    entry: str | None = None,
+    *,
+    kept: bool = False,
+    remat: str | None = None,
+) -> Program:
     """Open the program of a plan again, with the options of the source in the plan.
 
     - `program`: new place of the source; None uses the plan's.
     - `entry`: name of the program in a Python file; None uses the plan's.
     - `kept`: as in `open_source`.
+    - `remat`: recomputation of the layers in place of the plan's; None leaves it.
 
     Raises `UserError` for a plan without the source of its program, or a plan that is no single step. Raises it also as
     `open_source` does.
@@ -154,13 +162,18 @@ def reopen(plan: Plan, program: str | None = None, entry: str | None = None, *, 
             f"the plan of {plan.program_name} does not say where its program is: name it with --program "
             "(in Python, pass the program)."
         )
+    recipe, options = source.recipe, source.options
+    if remat is not None and recipe is not None and "remat" in recipe:
+        recipe = {**recipe, "remat": remat}
+    elif remat is not None:
+        options = {**options, "remat": remat}
     return open_source(
         program,
         entry=entry or source.entry,
         kept=kept,
         preferred=source.preferred,
-        recipe=source.recipe,
-        **source.options,
+        recipe=recipe,
+        **options,
     )
 
 

@@ -28,6 +28,19 @@ class Rest(enum.StrEnum):
     """The runtime of a program for each stage; the form has no specs within a stage."""
 
 
+class HeldRemat(enum.StrEnum):
+    """The recomputation of layers that a form can hold."""
+
+    ALL = "all"
+    """Every policy: the form's step is the user's own, which recomputes as it does."""
+    BASES = "bases"
+    """Policies without named values, each for a run of layers."""
+    FIRST = "first"
+    """One policy, that of the first layer, for all layers."""
+    WHOLE = "whole"
+    """Recomputation of everything in all layers, or of nothing."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Form:
     """Facts about one form of an export. Planning, pricing, the command and errors read them here.
@@ -59,6 +72,9 @@ class Form:
     """True if a form that gathers leaves parameters whole where a plan splits none over the batch's axes."""
     tensor: bool = True
     """False if the form splits the batch and gathered parameters alone, so every axis splits both."""
+    remat: HeldRemat = HeldRemat.ALL
+    shares_batch: bool = False
+    """True if the form needs an axis that splits the batch."""
 
 
 FORMS = {
@@ -68,13 +84,23 @@ FORMS = {
         Form("jax-export", "a file that runs without autoshard", Rest.PLAN, text=False),
         Form("explicit", "JAX's explicit sharding mode", Rest.XLA, reads_program=True, hints=True),
         Form("flax", "Flax Linen and NNX", Rest.XLA, state=False),
-        Form("maxtext", "MaxText", Rest.MAXTEXT),
+        Form("maxtext", "MaxText", Rest.MAXTEXT, remat=HeldRemat.FIRST),
         Form("keras", "Keras 3 on JAX", Rest.XLA, state=False, single=True),
         Form("rules", "code that matches paths with patterns (big_vision, EasyDeL)", Rest.XLA, state=False),
         Form("haliax", "Haliax and Levanter", Rest.NAMES, reads_program=True, state=False),
         Form("torch-xla", "PyTorch/XLA", Rest.XLA, state=False, layers=False),
         Form("dtensor", "torch.distributed.tensor", Rest.DTENSOR, state=False, layers=False, ordered=True),
-        Form("fsdp2", "PyTorch's FSDP2", Rest.DTENSOR, state=False, layers=False, gathers=True, replicates=True),
+        Form(
+            "fsdp2",
+            "PyTorch's FSDP2",
+            Rest.DTENSOR,
+            state=False,
+            layers=False,
+            gathers=True,
+            replicates=True,
+            remat=HeldRemat.BASES,
+            shares_batch=True,
+        ),
         Form(
             "transformers",
             "tensor and expert parallelism of transformers",
@@ -93,6 +119,7 @@ FORMS = {
             state=False,
             layers=False,
             gathers=True,
+            remat=HeldRemat.BASES,
         ),
         Form(
             "accelerate",
@@ -103,6 +130,8 @@ FORMS = {
             layers=False,
             gathers=True,
             tensor=False,
+            remat=HeldRemat.WHOLE,
+            shares_batch=True,
         ),
         Form("hlo", "tools that read HLO shardings", Rest.XLA),
         Form(FORM_BY_STAGE, "torch.distributed.pipelining", Rest.STAGES, state=False, layers=False),
@@ -277,6 +306,23 @@ def gathered_specs(
             parameter = parameter_of(name, shapes, roles)
             found[name] = found[name] if parameter is None else found[parameter]
     return found
+
+
+def divides_work(
+    form: Form, specs: Mapping[str, Spec | None], roles: Mapping[str, str], mesh: Mapping[str, int]
+) -> bool:
+    """Return True unless devices would repeat work in a form that gathers: every axis splits a batch's first dim or a
+    parameter.
+
+    Some axis must split the batch if the form needs that (`shares_batch`).
+    """
+    known = {name: spec for name, spec in specs.items() if spec is not None}
+    state = ("parameter", "optimizer_state")
+    inputs = [name for name in known if roles[name] == "batch"] or [name for name in known if roles[name] not in state]
+    batch = {axis for name in inputs for axis in (known[name].dims or ((),))[0]}
+    parameters = {axis for name, spec in known.items() if roles[name] == "parameter" for axis in spec.axes}
+    several = {axis for axis, size in mesh.items() if size > 1}
+    return not form.gathers or (several <= batch | parameters and bool(batch or not form.shares_batch or not several))
 
 
 def splits_nothing(specs: Mapping[str, Spec | None], mesh: Mapping[str, int]) -> bool:

@@ -14,8 +14,9 @@ from autoshard.base.units import format_bytes
 from autoshard.cost import Topology
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.planning.forms.dim_name_rules import Mappings, NamedDims, recorded_mappings
-from autoshard.planning.forms.export_forms import Form, Rest, expressible_specs, gathered_specs
+from autoshard.planning.forms.export_forms import Form, Rest, divides_work, expressible_specs, gathered_specs
 from autoshard.planning.forms.gathered_parameters import SOLVE_S, gathered_candidate
+from autoshard.planning.forms.held_recipes import plan_of_held
 from autoshard.planning.forms.maxtext_axes import maxtext_candidate, maxtext_candidates, maxtext_uses
 from autoshard.planning.forms.propagated_specs import Propagation, needs_pins
 from autoshard.planning.price.analysed_program import analyse_program, as_planned, batch_dims, model_of, reprice
@@ -48,22 +49,29 @@ NAMED = 400
 """Most mappings of names that are priced for one plan."""
 
 
-def price_form(plan: Plan, program: Program, form: Form) -> Prediction | None:
+def price_form(plan: Plan, program: Program, form: Form, held: Program | None = None) -> Prediction | None:
     """Price the step if only the form's part of a plan is applied; None if MaxText's sharding cannot be priced.
 
     A form that expresses the whole plan, or within which the plan was made, has the plan's own prediction. Otherwise
-    the form's specs are completed by the system of `form.rest`.
+    the form's specs are completed by the system of `form.rest`. `held` is the program with the recomputation that the
+    form holds, if that is not the plan's; the specs are then priced on it.
 
     Raises `UserError` for a program that is not the plan's, and for a plan that cannot be priced again.
     """
-    if form.rest is Rest.PLAN or plan.origin.form == form.name:
+    if form.rest is Rest.PLAN or (plan.origin.form == form.name and held is None):
         return plan.prediction
     program = as_planned(program, plan)
     if program.fingerprint != plan.program_fingerprint:
         raise UserError(f"the program is not the one of the plan ({plan.program_name}): it has changed; plan it again.")
     backend = Topology.parse(plan.topology).backend
-    reading = analyse_program(program, backend)
-    model, choices = reprice(plan, program, reading)
+    if held is None:
+        reading = analyse_program(program, backend)
+        model, choices = reprice(plan, program, reading)
+    else:
+        program = as_planned(held, plan)
+        reading = analyse_program(program, backend)
+        model, choices = model_of(plan, program, reading), np.zeros(0, dtype=np.int64)
+        plan = plan_of_held(plan, program)
     if form.rest is Rest.MAXTEXT:
         free = lift_constraints(program)  # MaxText's own code has no constraint of this program
         if free is not program:
@@ -160,6 +168,11 @@ def plan_within(
         several = form.tensor and len(wide_axes(model, range(len(model.axis_sizes)))) > 1
         best = search.run(found) if several or (gathered is None and form.tensor) else None
         best, origin = min((each for each in (gathered, best) if each is not None), key=_rank, default=None), {}
+    if best is None and form.gathers:
+        raise InfeasibleError(
+            f"the {form.name} form can hold no plan on this mesh: every axis must split the batch or parameters; give "
+            "another --mesh, or plan without `--for` (in Python `form`)."
+        )
     if best is None or not best.fits:
         least = "" if best is None else f": the least found is {format_bytes(best.outcome.peak_bytes)}"
         limit = format_bytes(limits.memory_bytes)
@@ -387,11 +400,15 @@ class _FormSearch:
                 self.best = candidate
 
     def candidate_of(self, given: Mapping[str, Spec | None]) -> Candidate | None:
-        """Return the candidate that the given specs complete to; None if it needs pins, breaks a constraint, or joins
-        states that exclude each other.
+        """Return the candidate that the given specs complete to; None if there is none.
+
+        It must need no pins, satisfy the constraints, divide the work of the form (`divides_work`), and join no states
+        that exclude each other.
         """
         choices = self.propagation.choices(given)
         if needs_pins(self.model, choices) or not self.required.holds(choices):
+            return None
+        if not divides_work(self.form, given, self.roles, self.model.mesh.axes):
             return None
         try:
             outcome = evaluate(self.model, choices)

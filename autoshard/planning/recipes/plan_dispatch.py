@@ -5,11 +5,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from autoshard.errors import UserError
+from autoshard.planning.forms.export_forms import form_named
+from autoshard.planning.forms.held_recipes import check_remat
 from autoshard.planning.mesh.portfolio import PlanCandidate
 from autoshard.planning.plan_builder import PlanResult, Running, make_plan
 from autoshard.planning.recipes.recipe_search import plan_recipes
 from autoshard.planning.record.plan_record import Plan
-from autoshard.planning.space.plan_options import PARTS, REMATS, Options, source_choices, with_open_defaults
+from autoshard.planning.space.plan_options import AUTO, PARTS, REMATS, Options, source_choices, with_open_defaults
 from autoshard.planning.stages.stage_programs import StageSearch, is_by_stage
 from autoshard.program import Program, choices_of, read_choices
 
@@ -72,6 +74,9 @@ def _plan_source(source: NamedSource, options: Options, running: Running) -> Pla
     """
     if is_by_stage(source.options, options.form):
         return _plan_by_stage(source, options, running)
+    form = None if options.form is None else form_named(options.form)
+    if source.options.get("remat") != AUTO:
+        check_remat(form, source.options.get("remat"))
     own_choices = read_choices(source.text, source.entry)
     open_choices = source_choices(source.options, options.topology)
     plain: dict[str, Any] | None = None

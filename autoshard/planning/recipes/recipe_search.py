@@ -10,6 +10,8 @@ from typing import Any
 
 from autoshard.cost import Topology, candidate_meshes
 from autoshard.errors import InfeasibleError, UserError
+from autoshard.planning.forms.export_forms import form_named
+from autoshard.planning.forms.held_recipes import holds_remat
 from autoshard.planning.mesh.mesh_attempt import Incumbent, unusable
 from autoshard.planning.mesh.mesh_search import PrunedByBound
 from autoshard.planning.plan_builder import EarlierRecipes, PlanResult, Running, given_mesh, make_plan, priced_with
@@ -44,7 +46,7 @@ from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.solve.problem_builder import Floors, floors
 from autoshard.planning.space.attention_exchange import splits_sequence
 from autoshard.planning.space.derived_axes import find_axis_parts
-from autoshard.planning.space.plan_options import AUTO, FULL, Options
+from autoshard.planning.space.plan_options import AUTO, FULL, OFFLOADED, Options
 from autoshard.planning.space.spec_constraints import program_mesh
 from autoshard.program import INPUT, Choices, Program
 
@@ -101,15 +103,21 @@ def plan_recipes(
 
     Raises the last planned recipe's `InfeasibleError` if no recipe fits, and `UserError` as `RecipeSearch.plan` does.
     """
+    form = None if options.form is None else form_named(options.form)
+    if of_source and "remat" in choices:
+        choices = {**choices, "remat": tuple(each for each in choices["remat"] if holds_remat(form, each))}
     search = RecipeSearch(make, options, running or Running(), of_source)
     search.counts = tuple(choices.get("microbatches", ()))
-    composes = of_source and "batch" not in choices and "stages" not in choices
+    by_value = of_source and holds_remat(form, OFFLOADED)
+    composes = by_value and "batch" not in choices and "stages" not in choices
     parts: int | None = None
     for recipe in in_order(choices, search):
         if composes and search.best is not None and recipe.arguments.get("microbatches") != parts:
             composes = False
             compose_remat(search, choices.get("remat", ()))
         parts = recipe.arguments.get("microbatches")
+        if of_source and not holds_remat(form, recipe.arguments.get("remat")):
+            continue
         search.consider(recipe)
         if first_if_fits and len(search.tried) == 1:
             if search.best is not None:
@@ -122,7 +130,8 @@ def plan_recipes(
         raise search.refused
     if of_source:
         remats = choices.get("remat", ())
-        if not is_composed(search, remats) and not compose_remat(search, remats):
+        composed = is_composed(search, remats) or (by_value and compose_remat(search, remats))
+        if not composed and holds_remat(form, f"{FULL}:1+none"):
             mix_remats(search, remats)
         if None in choices.get("gradient_groups", ()):
             add_gradient_groups(search)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -16,6 +17,10 @@ from autoshard.planning.record.spec import Spec, spec_text
 from autoshard.planning.xla.axis_assignments import WHOLE, States, local_elements
 from autoshard.planning.xla.partitioner_rules import Inner
 from autoshard.program import Argument
+
+
+_SEARCHED = re.compile(r"data|model|axis\d+|slice|stage")
+"""Names of axes in the meshes of a search."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -176,6 +181,32 @@ def program_mesh(graph: OpGraph, devices: int) -> dict[str, int] | None:
     named = [region.mesh for region in graph.regions] + [c.sharding.mesh for c in graph.constraints]
     fitting = [mesh for mesh in named if mesh and math.prod(size for _, size in mesh) == devices]
     return dict(max(fitting, key=len)) if fitting else None
+
+
+def check_searched_axes(graph: OpGraph, devices: int) -> None:
+    """Raise `UserError` if the program's constraints name axes that meshes of a search do not have.
+
+    The message has a mesh of these axes for the number of devices, with sizes as equal as its prime factors allow.
+    """
+    uses = [use.name for each in graph.constraints for dim in each.sharding.dims for use in dim]
+    uses += [axis for region in graph.regions for axis in region.axes]
+    missing = [axis for axis in dict.fromkeys(uses) if not _SEARCHED.fullmatch(axis)]
+    if not missing:
+        return
+    meshes = [region.mesh for region in graph.regions] + [each.sharding.mesh for each in graph.constraints]
+    own = [axis for axis, _ in max((mesh for mesh in meshes if mesh), key=len, default=())]
+    sizes = dict.fromkeys(own if set(missing) <= set(own) else uses, 1)
+    left, factor = devices, 2
+    while left > 1:
+        while left % factor:
+            factor += 1
+        sizes[min(sizes, key=lambda axis: sizes[axis])] *= factor
+        left //= factor
+    raise UserError(
+        f"the program's constraints name the mesh {'axis' if len(missing) == 1 else 'axes'} {', '.join(missing)}, "
+        f"of unknown sizes: say --mesh {','.join(f'{axis}={size}' for axis, size in sizes.items())}, for "
+        "example, or --ignore-constraints."
+    )
 
 
 def check_regions(graph: OpGraph, mesh: Mesh) -> None:

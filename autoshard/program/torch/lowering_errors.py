@@ -85,6 +85,10 @@ def lowering_error(error: BaseException, label: str, module: Any) -> UserError:
             f"`{label}` could not be lowered: it calls a Triton kernel{place}, which runs on a GPU alone; "
             "call the equal torch code instead."
         )
+    if missing := re.search(r"(\w*loss\w*|cross_entropy|<lambda>)\(\) missing 1 .*'targets?'", text):
+        return UserError(
+            f"the loss of `{label}`, `{missing[1]}`, takes targets: define `targets` beside `loss` in the Python file."
+        )
     return UserError(
         f"`{label}` could not be lowered: {kind}: {text}{place}{untested_torch()}; "
         "if the module takes other inputs than these, give it with such inputs through a Python file."

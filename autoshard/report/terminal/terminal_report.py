@@ -24,7 +24,7 @@ from autoshard.planning import (
     shortened,
     spec_text,
 )
-from autoshard.report.display import clean, fold, readable
+from autoshard.report.display import clean, fold
 from autoshard.report.figures import best_baseline, fixed_lines, recipe_line, tensor_bytes
 from autoshard.report.schedule_picture import schedule_report
 from autoshard.report.terminal.explanation_report import cause_text, step_limits

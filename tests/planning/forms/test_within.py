@@ -172,6 +172,13 @@ def test_what_is_asked_for_holds_within_a_form():
     assert plan.arguments["params.up"] == Spec(((), ("model",)))
 
 
+def test_a_plan_for_fsdp_splits_a_batch_that_is_best_left_whole() -> None:
+    """Judge by the export, which refuses a plan that splits no batch."""
+    program = mlp(256, 512, 8)
+    plan = autoshard.plan(program, topology="h100:4", mesh={"data": 2, "model": 2}, form="fsdp2")
+    assert plan.arguments["x"].dims[0] and "def shard(" in autoshard.export(plan, "fsdp2", program)
+
+
 def test_what_cannot_be_planned_for_a_form_is_reported():
     program = mlp()
     with pytest.raises(UserError, match="there is no export to 'sonnet'"):
