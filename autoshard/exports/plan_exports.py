@@ -133,8 +133,8 @@ def _held_remat(plan: Plan, form: Form) -> str:
 def _refuse_slow(plan: Plan, form: Form, prediction: Prediction | None, program: Program | None, held: str) -> None:
     """Raise FormError if a form's step takes more than `SLOWEST` of the plan's, or does not fit where the plan does.
 
-    The error names the first values that lack splits. Return for a form without a price, for a plan that was made
-    within the form, and for a form with hints: its price is that of a step without them. `held` is as of `_held_remat`.
+    The error names the first values that lack splits. Return for a form without a price, and for a plan that was made
+    within the form. A form with hints is priced without them, and never refused. `held` is as of `_held_remat`.
     """
     planned = plan.prediction
     if prediction is None or (plan.origin.form == form.name and not held) or form.hints:
@@ -157,8 +157,9 @@ _LOST = 3
 
 
 def _lost(plan: Plan, form: Form, program: Program | None) -> str:
-    """Return sentences on the first values that lack splits of the plan in a form, and the constraint that keeps the
-    first; empty without a program of JAX code of the user, and if there are none.
+    """Return a sentence on the first values that lack splits of the plan in a form, with the constraint that keeps one.
+
+    Empty if there are none, and without a program that is the user's JAX code.
     """
     if program is None or plan.uses or (plan.source is not None and not plan.source.program.endswith(".py")):
         return ""

@@ -84,8 +84,9 @@ _LOOPED_GRADIENT = re.compile(r"while/body.*transpose\(jvp")
 
 
 def _found_in(plan: Plan, options: Mapping[str, Any]) -> list[str]:
-    """Return the decisions that the names of the step's ops show, if `options` do not state them: recomputation, and
-    gradients in a loop, as those of microbatches are.
+    """Return the decisions that the names of the step's ops show, if `options` do not state them.
+
+    They are recomputation, and gradients in a loop, as those of microbatches are.
     """
     names = [row.name for row in plan.ops]
     words = []

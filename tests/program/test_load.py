@@ -188,7 +188,7 @@ def test_a_torch_module_in_a_file_becomes_a_training_step(tmp_path, body, state)
         (JAX + "program = (lambda x: x), (jax.ShapeDtypeStruct((-1, 4), 'float32'),)\n", {}, "has the dynamic shape"),
         (TORCH + META, {"optimizer": "sgd"}, r"`--optimizer` only applies to training; add `--train`"),
         (TORCH, {}, r"has a torch module without example inputs: define `inputs`"),
-        (JAX + "program = (lambda x: x), (X,)\n", {"train": True}, r"`--train` only applies to `hf:CONFIG` and to torch"),
+        (JAX + "program = (lambda x: x), (X,)\n", {"train": True}, r"`--train` only applies to `hf:CONFIG` and to"),
         (TORCH + META, {"train": True, "seq": 8}, r"`--seq` only applies to `hf:CONFIG`"),
     ],
 )

@@ -44,10 +44,10 @@ def with_baselines(
 def _simple_meshes(
     search_on: Searcher, chosen: Mesh, others: Sequence[MeshBest]
 ) -> Iterator[tuple[Mesh, NDArray[np.int64] | None]]:
-    """Yield meshes of at most two axes for baselines, each with known choices: the fastest other one, then those whose
-    first axis divides the batch, the longest first.
+    """Yield meshes of at most two axes for baselines, each with known choices if there are any.
 
-    Users compare with plans that they would write, and these have one or two axes.
+    First comes the fastest other mesh, then those whose first axis divides the batch, the longest first. Users
+    compare with plans that they would write, and these have one or two axes.
     """
     simple = [each for each in others if len(_wide(each.mesh)) <= 2]
     fastest = min(simple, key=lambda each: each.outcome.step_time_s + each.tight_s, default=None)
