@@ -183,7 +183,7 @@ def test_a_torch_module_in_a_file_becomes_a_training_step(tmp_path, body, state)
         (
             TORCH + META + "loss = torch.nn.functional.mse_loss\n",
             {"train": True},
-            r"the loss of `.*`, `mse_loss`, takes targets: define `targets` beside `loss` in the Python file",
+            r"the loss of `.*`, `mse_loss`, takes targets: define `targets` in the Python file",
         ),
         (JAX + "program = (lambda x: x), (jax.ShapeDtypeStruct((-1, 4), 'float32'),)\n", {}, "has the dynamic shape"),
         (TORCH + META, {"optimizer": "sgd"}, r"`--optimizer` only applies to training; add `--train`"),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import autoshard
 from autoshard.errors import FormError, UserError
@@ -48,6 +49,34 @@ def test_layers_are_recomputed_as_planned(form: str) -> None:
     found_loss, found = gradients(model)
     assert found_loss == loss and all(torch.allclose(a, b, atol=1e-7) for a, b in zip(wanted, found, strict=True))
     assert runs == [2, 2, 2, 1]
+
+
+def test_dots_saves_what_the_backward_pass_needs() -> None:
+    """Judge by torch's storages after the forward pass: the plan saves no result of `down_proj`."""
+    program, plan = tiny(dtype="float32", remat="dots")
+    names: dict[str, Any] = {}
+    exec(export_plan(plan, "fsdp2", program, force=True), names)  # noqa: S102
+    model: Any = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**read_config("llama-tiny")[1])
+    ).float()
+    _, wanted = gradients(model)
+    kept: dict[str, list[StorageWeakRef]] = {"down_proj": [], "up_proj": []}
+    for layer in model.model.layers:
+        for name, each in kept.items():
+            module = getattr(layer.mlp, name)
+            module.register_forward_hook(
+                lambda _, ins, out, each=each: each.append(StorageWeakRef(out.untyped_storage()))
+            )
+    names["recompute"](model)
+    _, found = gradients(model)
+    assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(wanted, found, strict=True))
+    for each in kept.values():
+        each.clear()
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    loss = model(input_ids=ids, labels=ids).loss
+    assert [ref.expired() for ref in kept["down_proj"]] == [True] * 4
+    assert [ref.expired() for ref in kept["up_proj"]] == [False] * 4
+    loss.backward()
 
 
 def test_parameters_are_gathered_in_the_dtype_of_compute() -> None:

@@ -13,14 +13,28 @@ RECOMPUTE = '''RECOMPUTED = {parts!r}
 
 
 def recompute(model):
-    """Checkpoint the layers of the outermost lists of blocks; `dots` saves the results of matmuls without a batch."""
+    """Checkpoint the layers of the outermost lists of blocks; `dots` saves the results of matmuls without a batch.
+
+    The last one of a layer is not saved, unless the backward pass was seen to compute it again."""
     from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-    def saved(ctx, op, *args, **kwargs):
-        is_saved = str(op) in ("aten.mm.default", "aten.addmm.default")
-        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+    matmuls, needed = {{}}, set()
 
-    def contexts():
+    def contexts(kind):
+        done, last = [0, 0], None if kind in needed else matmuls.get(kind)
+
+        def saved(ctx, op, *args, **kwargs):
+            if str(op) not in ("aten.mm.default", "aten.addmm.default"):
+                return CheckpointPolicy.PREFER_RECOMPUTE
+            done[ctx.is_recompute] += 1
+            if not ctx.is_recompute:
+                matmuls[kind] = max(matmuls.get(kind, 0), done[0])
+            if done[ctx.is_recompute] != last:
+                return CheckpointPolicy.MUST_SAVE
+            if ctx.is_recompute:
+                needed.add(kind)
+            return CheckpointPolicy.PREFER_RECOMPUTE
+
         return create_selective_checkpoint_contexts(saved)
 
     lists = {{name: each for name, each in model.named_modules() if isinstance(each, ModuleList)}}
@@ -29,7 +43,7 @@ def recompute(model):
     policies = [policy for policy, count in RECOMPUTED for _ in range(count or len(blocks))]
     for block, policy in zip(blocks, policies):
         if policy != "none":
-            options = {{"context_fn": contexts}} if policy == "dots" else {{}}
+            options = {{"context_fn": functools.partial(contexts, type(block))}} if policy == "dots" else {{}}
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
 
 

@@ -87,7 +87,7 @@ def lowering_error(error: BaseException, label: str, module: Any) -> UserError:
         )
     if missing := re.search(r"(\w*loss\w*|cross_entropy|<lambda>)\(\) missing 1 .*'targets?'", text):
         return UserError(
-            f"the loss of `{label}`, `{missing[1]}`, takes targets: define `targets` beside `loss` in the Python file."
+            f"the loss of `{label}`, `{missing[1]}`, takes targets: define `targets` in the Python file, as `loss` is."
         )
     return UserError(
         f"`{label}` could not be lowered: {kind}: {text}{place}{untested_torch()}; "
