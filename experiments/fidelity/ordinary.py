@@ -6,13 +6,14 @@ Programs are those of `lib/programs/ordinary_programs.py`. A row is one seed on 
 thirty seconds. Memory is compared with what the compiled program reserves, time with the compiler's schedule.
 `--against` compiles data, tensor and ZeRO-1 parallelism and FSDP (by pins) too. `--limit` plans again within the memory
 that the compiler reserved, and compiles that plan: one that is foreseen to fit must. `--write` stores the errors by
-class of ops in `autoshard/planning/explain/prediction_errors.json`, from all saved rows; plans state them. Seeds from 40
-on are state-space models.
+class of ops in `autoshard/planning/explain/prediction_errors.json`, from all saved rows; plans state them. Seeds
+below zero are state-space models (`--seeds=-42--40`).
 """
 
 import collections
 import functools
 import json
+import re
 import statistics
 import sys
 from collections.abc import Iterable, Mapping
@@ -282,8 +283,10 @@ def main() -> int:
     parser.add_argument("--limit", action="store_true", help="plan again within what the compiler reserved")
     parser.add_argument("--write", action="store_true", help="store the errors by class of ops for the package")
     given = parser.parse_args()
-    first, _, last = (given.seeds or "0-39").partition("-")
-    seeds = range(int(first), int(last or first) + 1)
+    bounds = re.fullmatch(r"(-?\d+)(?:-(-?\d+))?", given.seeds or "0-39")
+    if bounds is None:
+        parser.error(f"--seeds {given.seeds}: expected FIRST-LAST")
+    seeds = range(int(bounds[1]), int(bounds[2] or bounds[1]) + 1)
     names = [name_of(seed, topology) for topology in given.topologies for seed in seeds]
     code = Experiment(
         script=__file__,
