@@ -130,8 +130,8 @@ def test_sentences_for_bad_files(tmp_path, body, sentence):
         ),
         (
             "hf:gpt2-tiny",
-            {"train": True, "optimizer": "lion"},
-            "there is no optimizer `lion`; use one of `adamw`, `sgd`",
+            {"train": True, "optimizer": "lamb"},
+            "there is no optimizer `lamb`; use one of `adamw`, `sgd`",
         ),
     ],
 )
