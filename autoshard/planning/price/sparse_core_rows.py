@@ -112,10 +112,12 @@ def sorted_indices(graph: OpGraph, local_of: Callable[[int], Sequence[int]]) -> 
 
     - `local_of`: dims of a tensor's shard.
     """
-    users: dict[tuple[object, ...], list[Op]] = defaultdict(list)
-    for scatter in sorted(set(_gathered_rows(graph).values())):
-        op = graph.ops[scatter]
-        users[_formula(graph, op.operands[1])].append(op)
+    scatters = sorted(set(_gathered_rows(graph).values()))
+    if len(scatters) < 2:
+        return
+    formulas, users = _formulas(graph), defaultdict[int, list[Op]](list)
+    for op in (graph.ops[scatter] for scatter in scatters):
+        users[formulas.get(op.operands[1], ~op.operands[1])].append(op)
     for ops in users.values():
         if len(ops) > 1:
             indices = ops[0].operands[1]
@@ -124,9 +126,15 @@ def sorted_indices(graph: OpGraph, local_of: Callable[[int], Sequence[int]]) -> 
             yield from (held, held)
 
 
-def _formula(graph: OpGraph, tensor: int) -> tuple[object, ...]:
-    """Return how a tensor is computed from arguments; compilers compute equal formulas once."""
-    maker = graph.maker(tensor)
-    if maker is None:
-        return (tensor,)
-    return (maker.kind, *(_formula(graph, operand) for operand in maker.operands))
+def _formulas(graph: OpGraph) -> dict[int, int]:
+    """Map the results of ops to numbers, which are equal for equal ops of equal operands.
+
+    Compilers compute such values once. Attributes of ops are not compared.
+    """
+    numbers: dict[int, int] = {}
+    known: dict[tuple[object, ...], int] = {}
+    for op in graph.ops:
+        operands = [numbers.get(operand, ~operand) for operand in op.operands]
+        for position, result in enumerate(op.results):
+            numbers[result] = known.setdefault((op.kind, position, *operands), len(known))
+    return numbers
