@@ -21,6 +21,7 @@ PROGRAM = {
         "--experts",
         "--imbalance",
         "--lora",
+        "--loss-chunks",
         "--microbatches",
         "--gradient-groups",
         "--host",
