@@ -115,7 +115,8 @@ def _enter(command: Sequence[str], request: Mapping[str, Any], number: int, firs
         importlib.import_module("faulthandler").enable()
     given = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
     place = str(Path(command[0]).resolve().parent) if len(command) and command[0] not in ("-m", "-c") else ""
-    sys.path[:] = [place, *given, *(each for each in sys.path if each not in ("", str(ROOT), *given))]
+    rest = [each for each in sys.path if each not in ("", str(ROOT), *given)]
+    sys.path[:] = [place, *given, *rest, str(ROOT)]  # last, as an editable installation adds it
     importlib.invalidate_caches()
 
 
