@@ -36,48 +36,41 @@ def numbers(text: str) -> list[int]:
     return [positive(part) for part in texts(text)]
 
 
+def _checked(parse: Callable[[str], object], text: str) -> str:
+    """Return a text as it is if `parse` reads it; raise argparse's error with the sentence of its `UserError`."""
+    try:
+        parse(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error).removesuffix(".")) from None
+    return text
+
+
 def remat(text: str) -> str:
     """Check a remat variant with `parse_remat` and return it as it is."""
     from autoshard.program import parse_remat
 
-    try:
-        parse_remat(text)
-    except UserError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
+    return _checked(parse_remat, text)
 
 
 def experts(text: str) -> str:
     """Check a dispatch of tokens to experts, such as `slots` or `sorted:8`, and return it as it is."""
     from autoshard.program import parse_experts
 
-    try:
-        parse_experts(text)
-    except UserError as error:
-        raise argparse.ArgumentTypeError(str(error).removesuffix(".")) from None
-    return text
+    return _checked(parse_experts, text)
 
 
 def lora(text: str) -> str:
     """Check the options of low-rank adapters, such as `r=16,targets=q_proj/v_proj`, and return them as they are."""
     from autoshard.program import parse_lora
 
-    try:
-        parse_lora(text)
-    except UserError as error:
-        raise argparse.ArgumentTypeError(str(error).removesuffix(".")) from None
-    return text
+    return _checked(parse_lora, text)
 
 
 def loss_chunks(text: str) -> str:
     """Check numbers of chunks of the loss, such as `8` or `tokens=4,vocabulary=8`, and return them as they are."""
     from autoshard.program import parse_loss_chunks
 
-    try:
-        parse_loss_chunks(text)
-    except UserError as error:
-        raise argparse.ArgumentTypeError(str(error).removesuffix(".")) from None
-    return text
+    return _checked(parse_loss_chunks, text)
 
 
 def schedule(text: str) -> str:
