@@ -21,6 +21,7 @@ PROGRAM = {
         "--experts",
         "--imbalance",
         "--lora",
+        "--pad",
         "--loss-chunks",
         "--microbatches",
         "--gradient-groups",

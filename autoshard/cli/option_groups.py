@@ -11,6 +11,7 @@ from autoshard.cli.option_values import (
     loss_chunks,
     numbers,
     or_auto,
+    padding,
     pair,
     positive,
     remat,
@@ -119,6 +120,13 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
         help="with --train: low-rank adapters of frozen weights, r=16,alpha=32,targets=q_proj/v_proj (default: "
         "alpha is twice the rank; all linear layers but output heads); base=int8, int4 or nf4 stores their weights "
         "in 8 or 4 bits",
+    )
+    group.add_argument(
+        "--pad",
+        type=padding,
+        metavar="N",
+        help="with --train: add zeros until N divides the vocabulary, or vocabulary=128,heads=8,width=256, so that "
+        "more devices can split them; loss and updates stay the same",
     )
     group.add_argument(
         "--loss-chunks",

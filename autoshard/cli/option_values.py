@@ -73,6 +73,13 @@ def loss_chunks(text: str) -> str:
     return _checked(parse_loss_chunks, text)
 
 
+def padding(text: str) -> str:
+    """Check numbers of which sizes become multiples, such as `128` or `heads=8`, and return them as they are."""
+    from autoshard.program import parse_padding
+
+    return _checked(parse_padding, text)
+
+
 def schedule(text: str) -> str:
     """Check a pipeline schedule and return its canonical name: `interleaved:2` for `interleaved`."""
     from autoshard.cost import make_schedule

@@ -79,6 +79,8 @@ def make_export(plan: Plan, form: str, program: Program | None = None, *, force:
     writer = writer_of(known)
     if writer.check is not None:
         writer.check(plan, program)
+    if not force:
+        _refuse_padded(plan, known)
     program, problem = _opened(plan, known, program)
     check_names(known, plan.program_name, program, problem)
     if program is not None and known.rest in (Rest.XLA, Rest.DTENSOR) and plan.origin.form != known.name:
@@ -95,6 +97,16 @@ def make_export(plan: Plan, form: str, program: Program | None = None, *, force:
         sentence += f' The step is to run with LIBTPU_INIT_ARGS="{" ".join(plan.flags)}".'
     inputs = (plan, sentence, program) if known.reads_program else (plan, sentence)
     return Export(form, writer.write(*inputs), prediction, sentence)
+
+
+def _refuse_padded(plan: Plan, form: Form) -> None:
+    """Raise FormError for a plan of a padded model; the user's code has the sizes of the model itself."""
+    padded = plan.source.options.get("pad") if plan.source is not None else None
+    if padded not in (None, "none"):
+        raise FormError(
+            f"the {form.name} form cannot say --pad {padded}: its code has the model's own sizes. `plan.jit(step)` and "
+            "--to jax-export hold the plan; plan without --pad, or write it all the same with --force."
+        )
 
 
 def _refuse_nothing(plan: Plan, form: Form, program: Program | None) -> None:

@@ -7,6 +7,7 @@ from autoshard.program.artifact import load_artifact as load_artifact
 from autoshard.program.config_files import bundled as bundled
 from autoshard.program.config_files import config_dims as config_dims
 from autoshard.program.config_files import read_config as read_config
+from autoshard.program.hf.hf_padding import parse_padding as parse_padding
 from autoshard.program.jax.call_arguments import PositionalCall as PositionalCall
 from autoshard.program.jax.call_arguments import by_position as by_position
 from autoshard.program.jax.chunked_loss import chunked_cross_entropy as chunked_cross_entropy

@@ -101,6 +101,8 @@ class Program:
     """Pipeline of the largest stack: `schedule`, `stages`, `microbatches`, `rounds`, `layers`; None without one."""
     weights: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict, repr=False)
     """Parameter -> the names, in the model's files, of the tensors that it stacks; empty for JAX functions."""
+    unpadded: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict, repr=False)
+    """Tensor of the model's files that the program pads with zeros -> its shape in the files."""
     dims: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict, repr=False)
     """Argument -> the names of its dims if its source names them, as a Haliax `NamedArray` does."""
     savable: tuple[str, ...] = ()

@@ -64,6 +64,7 @@ def recipe_line(plan: Plan) -> str:
     attention = sorted(called) or (["attention in memory"] if options.get("attention") == "plain" and scores else [])
     words = [*attention]
     words += [f"{name} {value}" for name in ("remat", "microbatches", "host") if (value := options.get(name))]
+    words += [f"padded, {options['pad']}"] if options.get("pad") not in (None, "none") else []
     words += [f"loss in chunks, {options['loss_chunks']}"] if options.get("loss_chunks") else []
     words += _found_in(plan, options)
     words += [options["optimizer"]] if options.get("optimizer") else []

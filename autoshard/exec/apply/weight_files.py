@@ -74,9 +74,22 @@ class Files:
         return tuple(self._of[key].get_slice(key).get_shape())
 
     def part(self, key: str, index: tuple[slice, ...]) -> Any:
-        """Read a part of the tensor `key` as a numpy array; no other part is read. An empty `index` reads a scalar."""
+        """Read a part of the tensor `key` as a numpy array; no other part is read. An empty `index` reads a scalar.
+
+        Beyond the end of the tensor, a part has zeros.
+        """
+        import numpy as np
+
         opened = self._of[key]
-        return host_array(opened.get_slice(key)[index] if index else opened.get_tensor(key))
+        if not index:
+            return host_array(opened.get_tensor(key))
+        bounds = [
+            (min(each.start, size), min(each.stop, size)) for each, size in zip(index, self.shape(key), strict=True)
+        ]
+        there = host_array(opened.get_slice(key)[tuple(slice(*each) for each in bounds)])
+        return np.pad(
+            there, [(0, each.stop - each.start - size) for each, size in zip(index, there.shape, strict=True)]
+        )
 
 
 def _named_files(index: Path) -> set[str]:
@@ -104,10 +117,10 @@ def load_weights(plan: Plan, path: str | os.PathLike[str], program: Program, mes
     for name, members in wanted.items():  # check all shapes before loading anything
         shape = plan.shapes[name] if len(members) == 1 else plan.shapes[name][1:]  # a stack has at least two layers
         for member in members:
-            stored = files.shape(files.named(member))
-            if stored != shape:
+            stored, needed = files.shape(files.named(member)), program.unpadded.get(member, shape)
+            if stored != needed:
                 raise UserError(
-                    f"`{member}` is of shape {list(stored)} in `{path}` and of {list(shape)} in {plan.program_name}; "
+                    f"`{member}` is of shape {list(stored)} in `{path}` and of {list(needed)} in {plan.program_name}; "
                     "give the weights of this model."
                 )
     loaded = {}
@@ -168,7 +181,7 @@ def save_weights(plan: Plan, params: Mapping[str, Any], folder: str | os.PathLik
     scratch.mkdir(parents=True)
     try:
         files: list[list[str]] = []
-        for group in _filled(params, wanted):
+        for group in _filled(params, wanted, program.unpadded):
             save_file(group, str(scratch / f"{len(files)}.safetensors"), metadata={"format": "pt"})
             files.append(list(group))
         names = [f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" for number in range(len(files))]
@@ -188,11 +201,13 @@ def save_weights(plan: Plan, params: Mapping[str, Any], folder: str | os.PathLik
     return [target / name for name in names]
 
 
-def _filled(params: Mapping[str, Any], stacks: Mapping[str, tuple[str, ...]]) -> Iterator[dict[str, Any]]:
+def _filled(
+    params: Mapping[str, Any], stacks: Mapping[str, tuple[str, ...]], unpadded: Mapping[str, tuple[int, ...]]
+) -> Iterator[dict[str, Any]]:
     """Yield groups of whole torch tensors by name, one for each file; each tensor is gathered just before its use.
 
     A group ends with the tensor that fills it to `FILE_BYTES`; the last may be smaller. A stacked parameter yields one
-    tensor for each of its names in `stacks`.
+    tensor for each of its names in `stacks`. Tensors in `unpadded` are cut to these shapes.
     """
     import numpy as np
     import torch
@@ -203,6 +218,8 @@ def _filled(params: Mapping[str, Any], stacks: Mapping[str, tuple[str, ...]]) ->
         for number, member in enumerate(members):
             array = params[name] if len(members) == 1 else params[name][number]
             value = np.array(array)
+            if member in unpadded:
+                value = np.ascontiguousarray(value[tuple(slice(0, size) for size in unpadded[member])])
             narrow = value.dtype.name == "bfloat16"
             tensor = torch.from_numpy(value.view(np.int16) if narrow else value)
             group[member] = tensor.view(torch.bfloat16) if narrow else tensor

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -30,6 +31,16 @@ _LAYER_COUNT = 4
 """Most layers of a reduced model."""
 
 
+def eager_model(model: Any, seed: int) -> Any:
+    """Return a module of transformers with random weights of a seed on the host, with eager attention and experts."""
+    module = materialised(model, seed)
+    for child in module.modules():
+        config = getattr(child, "config", None)
+        if config is not None:
+            config._attn_implementation = config._experts_implementation = "eager"
+    return module
+
+
 def hf_eager(
     model: Any, task: HfTask, training: bool, prepare: Callable[[Any], Any], retrace: Callable[[int], EagerTwin]
 ) -> EagerCall:
@@ -47,15 +58,6 @@ def hf_eager(
     import numpy as np
     import torch
 
-    def rebuild(seed: int) -> Any:
-        """Return the module with random weights of a seed on the host, with eager attention and experts."""
-        module = materialised(model, seed)
-        for child in module.modules():
-            config = getattr(child, "config", None)
-            if config is not None:
-                config._attn_implementation = config._experts_implementation = "eager"
-        return module
-
     def call(module: Any, batch: Mapping[str, Any]) -> Any:
         """Run the module on a batch of host arrays by name; return the loss, the logits or all outputs."""
         given = {key: host_tensor(value, torch.int64) for key, value in batch.items()}
@@ -67,7 +69,7 @@ def hf_eager(
         return out["logits"] if isinstance(out, Mapping) and "logits" in out else out
 
     small = sum(parameter.numel() for parameter in model.parameters()) <= _SMALL
-    return EagerCall(call, prepare, rebuild=rebuild, reduce=None if small else retrace)
+    return EagerCall(call, prepare, rebuild=functools.partial(eager_model, model), reduce=None if small else retrace)
 
 
 def _loss(module: Any, out: Any, labels: Any) -> Any:
@@ -159,9 +161,15 @@ class Objective:
     own loss. For any other head the mean of squares of the first output is minimised, and a note says so.
     """
 
-    def __init__(self, architecture: str, name: str, notes: list[str], headed: bool) -> None:
-        """Store the names of class and model, the list of notes to extend, and whether the class is for a task."""
+    def __init__(
+        self, architecture: str, name: str, notes: list[str], headed: bool, unpadded: int | None = None
+    ) -> None:
+        """Store the names of class and model, the list of notes to extend, and whether the class is for a task.
+
+        `unpadded` is the number of classes that count; None for all.
+        """
         self.architecture, self.name, self.notes, self.headed = architecture, name, notes, headed
+        self.unpadded = unpadded
         self.classes: int | None = None
         """Upper bound, exclusive, of the labels."""
 
@@ -185,7 +193,9 @@ class Objective:
                 logits = jnp.moveaxis(logits, 1, -1)
             if labels is None or logits.shape[:-1] == labels.shape:
                 if labels is not None:
-                    self.classes = int(logits.shape[-1])
+                    if self.unpadded is not None:
+                        logits = train_step.without_padding(logits, self.unpadded)
+                    self.classes = self.unpadded or int(logits.shape[-1])
                     return train_step.token_loss(logits, labels)
             elif logits.shape != labels.shape and logits.ndim > 1:
                 raise OtherLabels(tuple(logits.shape[:-1]))

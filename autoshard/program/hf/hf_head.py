@@ -7,6 +7,7 @@ from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.program.jax.chunked_loss import LossChunks, chunked_cross_entropy
+from autoshard.program.jax.train_step import without_padding
 from autoshard.program.model_flops import record_matmul
 
 
@@ -20,14 +21,24 @@ class HeadApart:
     input: Any = None
     """Input of the head in the last call, a torch tensor that wraps a JAX array; None before it."""
 
-    def loss(self, out: Any, params: Mapping[str, Any], names: Mapping[int, str], labels: Any, by: LossChunks) -> Any:
+    def loss(
+        self,
+        out: Any,
+        params: Mapping[str, Any],
+        names: Mapping[int, str],
+        labels: Any,
+        by: LossChunks,
+        classes: int | None = None,
+    ) -> Any:
         """Return the loss of the model's outputs `out`, whose `logits` are the head's input.
 
         - `params`: arrays of the parameters by name; `names`: their names by `id` of the torch parameter.
-        - `labels`: [B, S]; `by`: numbers of chunks.
+        - `labels`: [B, S]; `by`: numbers of chunks; `classes`: the classes that count, None for all.
 
         Raises `UserError` if the model computes its logits from more than the head, and for chunks that do not divide.
         """
+        import jax.numpy as jnp
+
         logits = out.get("logits") if isinstance(out, Mapping) else None
         if logits is None or logits is not getattr(self.input, "_elem", None) or labels is None:
             raise UserError(
@@ -37,6 +48,8 @@ class HeadApart:
             raise UserError(f"--loss-chunks: `{self.name}` has no label for each token; leave it out.")
         weights = params[names[id(self.head.weight)]]
         bias = None if self.head.bias is None else params[names[id(self.head.bias)]]
+        if classes is not None:
+            bias = without_padding(jnp.zeros(weights.shape[0]) if bias is None else bias, classes)
         record_matmul((*labels.shape, weights.shape[0]), weights.shape[1])
         return chunked_cross_entropy(logits, weights, labels, tokens=by.tokens, vocabulary=by.vocabulary, bias=bias)
 

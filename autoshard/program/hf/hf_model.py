@@ -2,7 +2,7 @@
 
 import importlib
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from autoshard.errors import UserError, reason_of
@@ -50,12 +50,15 @@ _HEADS = (
 """Tasks of transformers' automatic classes, the likeliest to be trained first; "" is a model without a head."""
 
 
-def build_model(name: str, fields: dict[str, Any], dtype: str) -> Any:
+def build_model(
+    name: str, fields: dict[str, Any], dtype: str, change: Callable[[Any], None] = lambda config: None
+) -> Any:
     """Return the torch module of a configuration, with weights on the meta device, in evaluation mode.
 
     - `name`: name of the model in errors.
     - `fields`: fields of the configuration; the first of `architectures` is the class to build.
     - `dtype`: torch's name of the dtype of weights; saved statistics are float32.
+    - `change`: changes the configuration in place.
 
     Raises `UserError` for a model type or an architecture that transformers lacks, and for fields that it cannot use.
     """
@@ -70,6 +73,7 @@ def build_model(name: str, fields: dict[str, Any], dtype: str) -> Any:
     before = torch.get_default_dtype()
     try:
         config = _part_for(model_class, config_class(**config_fields(config_class, fields)))
+        change(config)
         config._attn_implementation = "eager"
         config._experts_implementation = "autoshard"
         torch.set_default_dtype(getattr(torch, dtype))

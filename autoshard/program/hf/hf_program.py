@@ -10,6 +10,7 @@ from autoshard.program.config_files import read_config
 from autoshard.program.hf.hf_eager import Objective, OtherLabels, hf_eager, reduced_fields, reduced_twin
 from autoshard.program.hf.hf_head import head_left_out, head_of
 from autoshard.program.hf.hf_model import build_model, has_head, runnable_part
+from autoshard.program.hf.hf_padding import Padded, check_beside, padded_model, parse_padding
 from autoshard.program.hf.hf_serving import serving_program
 from autoshard.program.hf.task_inputs import HfTask, tasks_of
 from autoshard.program.jax.chunked_loss import LossChunks, parse_loss_chunks
@@ -47,6 +48,8 @@ def from_config(config: str | Mapping[str, Any], **options: Unpack[ConfigOptions
     - `seq`: tokens of a sequence, by default the model's context up to 1024. `image`: pixels of an image's side.
     - `dtype`: bfloat16 by default. `param_dtype` is float32 by default in training; inference stores parameters in
       `dtype`.
+    - `pad`: numbers of which sizes become multiples by zeros, `128` (of the vocabulary), `vocabulary=128,heads=8` or
+      also `width=256` (of feed-forward layers). Loss and updates are those without padding.
     - `loss_chunks`: chunks in which logits and loss are computed, `8` (of the vocabulary) or `tokens=4,vocabulary=8`.
     - `experts`: dispatch of tokens to experts, by einsums into `slots` (`slots:all`: for every token) or `sorted`
       (`sorted:8`: in 8 groups of experts).
@@ -71,7 +74,8 @@ def from_config(config: str | Mapping[str, Any], **options: Unpack[ConfigOptions
     moments = {"state_dtype": _dtype(given.get("state_dtype", "float32"), "state_dtype")}
     layers = read_layers(given)
     chunks = parse_loss_chunks(given.get("loss_chunks"))
-    for option in ("optimizer", "state_dtype", "microbatches", "gradient_groups", "loss_chunks"):
+    padding = parse_padding(given.get("pad"))
+    for option in ("optimizer", "state_dtype", "microbatches", "gradient_groups", "loss_chunks", "pad"):
         of_stages = option == "microbatches" and layers.pipeline is not None
         if not training and not of_stages and given.get(option) not in (None, 1):
             raise UserError(f"--{option.replace('_', '-')} is for training steps; add --train, or leave it out.")
@@ -82,6 +86,11 @@ def from_config(config: str | Mapping[str, Any], **options: Unpack[ConfigOptions
     require_torch("transformers")
     lora = check_lora(given)
     model, model_notes = runnable_part(build_model(name, fields, compute))
+    padded: Padded | None = None
+    if padding is not None:
+        check_beside(padding, given)
+        padded = padded_model(model, fields, padding, name, compute)
+        model, model_notes = padded.model, padded.notes
     if lora is not None:
         model, more = with_adapters(model, lora, name)
         model_notes = (*model_notes, *more)
@@ -128,7 +137,9 @@ def from_config(config: str | Mapping[str, Any], **options: Unpack[ConfigOptions
     for task in tasks:
         function, notes = made(), [*model_notes, *task.notes]
         try:
-            run, batch_of, objective = _settled(function, task, name, notes, training, chunks)
+            run, batch_of, objective = _settled(
+                function, task, name, notes, training, chunks, padded and padded.classes
+            )
             break
         except UserError as error:
             first_error = first_error or error
@@ -136,7 +147,7 @@ def from_config(config: str | Mapping[str, Any], **options: Unpack[ConfigOptions
                 raise first_error from None
     else:
         raise AssertionError("there is a task")
-    return torch_program(
+    program = torch_program(
         function,
         run,
         batch_of,
@@ -148,10 +159,17 @@ def from_config(config: str | Mapping[str, Any], **options: Unpack[ConfigOptions
         notes=notes,
         eager=hf_eager(model, task, training, functools.partial(evaluation_mode, batch_statistics=training), retrace),
     )
+    return program if padded is None else padded.program(program)
 
 
 def _settled(
-    function: TorchFunction, task: HfTask, name: str, notes: list[str], training: bool, chunks: LossChunks | None
+    function: TorchFunction,
+    task: HfTask,
+    name: str,
+    notes: list[str],
+    training: bool,
+    chunks: LossChunks | None,
+    classes: int | None,
 ) -> tuple[Callable[..., Any], dict[str, Any], Objective]:
     """Trace `function` until its scanned layers are known, and return the step, the shapes of its batch and its
     objective.
@@ -164,6 +182,7 @@ def _settled(
     - `name`: name of the model in errors.
     - `notes`: receives notes about the objective.
     - `training`: True for the loss; `chunks`: chunks in which it is computed, None for all logits at once.
+    - `classes`: classes of the logits that count, None for all.
 
     Raises `UserError` if the module does not run on the task's inputs.
     """
@@ -171,7 +190,7 @@ def _settled(
     import numpy as np
 
     kind = type(function.module).__name__
-    objective = Objective(kind, name, notes, has_head(kind))
+    objective = Objective(kind, name, notes, has_head(kind), classes)
 
     def forward(params: Any, inputs: Any, *buffers: Any) -> Any:
         """Run the module; return its logits in inference if it has any, else all outputs."""
@@ -185,8 +204,8 @@ def _settled(
             with head_left_out(apart):
                 out = forward(params, inputs, *buffers)
             names = {id(tensor): key for key, tensor in function.module.named_parameters()}
-            objective.classes = apart.head.out_features
-            return apart.loss(out, params, names, inputs.get("labels"), chunks)
+            objective.classes = classes or apart.head.out_features
+            return apart.loss(out, params, names, inputs.get("labels"), chunks, classes)
         return objective.of(forward(params, inputs, *buffers), inputs.get("labels"))
 
     function.may_become_stateful = training

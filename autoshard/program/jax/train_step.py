@@ -152,6 +152,15 @@ def _accumulated(gradient: Callable[..., Any], count: int, mean: bool) -> Callab
     return run
 
 
+def without_padding(logits: Any, classes: int) -> Any:
+    """Return logits [..., V] whose entries from `classes` on are the lowest number, so that no loss depends on them."""
+    import jax
+    import jax.numpy as jnp
+
+    counts = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) < classes
+    return jnp.where(counts, logits, jnp.finfo(logits.dtype).min)
+
+
 def token_loss(logits: Any, labels: Any) -> Any:
     """Return the mean negative log-likelihood in fp32; `logits` [..., V], `labels` [...] (already the next tokens).
 

@@ -48,6 +48,7 @@ class ConfigOptions(StepOptions, total=False):
     batch: int | None
     seq: int | None
     image: int | None
+    pad: str | None
     loss_chunks: str | None
     serve: str | None
     cache: int | None
