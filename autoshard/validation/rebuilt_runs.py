@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from autoshard.cost import Calibration, Compute, chip_names, load_calibration, load_chip, make_mesh, with_flags
 from autoshard.errors import UserError
-from autoshard.graph import defer_weight_gradients
 from autoshard.planning.explain.write_plan import Writer
 from autoshard.planning.mesh.portfolio import Contender
 from autoshard.planning.price.analysed_program import AnalysedProgram, analyse_program, build_model
@@ -287,15 +286,6 @@ def stated_plan(run: Run) -> tuple[Program, Plan]:
     return program, plan
 
 
-def _makes_late(chip: str, figures: Calibration) -> bool:
-    """Return True if the chip's compiler defers the head's weight gradient until after the backward pass.
-
-    Observed for tpu7x with any flags, and for v5p with synchronous gradient sums. Other cases were observed not to, or
-    were not examined. Evidence: docs/compiler_behaviour.md, "Deferred gradient of the head".
-    """
-    return chip == "tpu7x" or (chip == "v5p" and figures.reduction_overlap == 0.0)
-
-
 def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
     """Build a run's program with the attention kernel `attention`, and solve for the stated sharding.
 
@@ -319,8 +309,6 @@ def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
     )  # fmt: skip
     reading = analyse_program(program, mesh.topology.backend)
     figures = with_flags(load_calibration(run.topology.chip), run.flags).calibration
-    if run.topology.num_devices > 1 and _makes_late(run.topology.chip.name, figures):
-        reading = dataclasses.replace(reading, liveness=defer_weight_gradients(reading.graph, reading.liveness))
     staged = run.pipeline is not None
     model = build_model(program, reading, mesh, run.topology.usable_bytes, figures, staged=staged)
     axes = {name: [k] for k, name in enumerate(sizes)}

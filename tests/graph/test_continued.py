@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autoshard.graph import Fusion, OpGraph, analyse
+from autoshard.graph import Fusion, OpGraph, analyse, round_operands
 from tests.graph.buffers import TPU
 from tests.graph.programs import f32, graph_of, ops
 
@@ -126,3 +126,17 @@ def test_a_sum_that_needs_what_follows_reads_the_product_from_memory() -> None:
     scores = ops(graph, "dot_general")[0].results[0]
     picked = [f for f in liveness.fusions if graph.ops[f.root].kind == "reduce" and scores in f.reads]
     assert len(picked) == 2 and scores in liveness.materialised and scores not in liveness.stores
+
+
+def test_squared_errors_are_added_up_by_the_kernel_that_stores_the_error() -> None:
+    def loss(weights: Any, x: Any, y: Any) -> Any:
+        first, second = weights
+        return (((jnp.tanh(x @ first) @ second) - y) ** 2).mean()
+
+    shapes = [f32(64, 32), f32(32, 128), f32(128, 128), f32(64, 128)]
+    graph = round_operands(graph_of(lambda x, v, w, y: jax.value_and_grad(loss)((v, w), x, y), *shapes))
+    liveness = analyse(graph, rules=TPU)
+    (error,) = (op for op in graph.ops if op.kind == "subtract" and graph.arguments[3] in op.operands)
+    assert liveness.stores[error.operands[0]] == error.results[0]
+    gradients = [op for op in graph.ops if op.kind == "dot_general" and op.id > error.id]
+    assert liveness.materialised.isdisjoint(gradients[0].operands[:1])

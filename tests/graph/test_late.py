@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from autoshard.graph import analyse, defer_weight_gradients, read_graph
+from autoshard.graph import FusionRules, analyse, defer_weight_gradients, read_graph
 from autoshard.program import trace
 
 
@@ -38,6 +38,47 @@ def test_gradients_of_logits_are_stored_through_the_backward_pass() -> None:
     assert any(stops(after)[t] >= backward.stop for t in logits)
     assert sum(stop for *_, stop in after.buffers) > sum(stop for *_, stop in before.buffers)
     assert [t for t, *_ in after.buffers] == [t for t, *_ in before.buffers]
+
+
+def test_a_stack_that_a_deferred_gradient_reads_is_live_through_the_backward_pass() -> None:
+    def recurrence(params, x):
+        def loss(p):
+            states = jax.lax.scan(lambda h, _: (jnp.tanh(h @ p["layer"]),) * 2, x, length=LAYERS)[1]
+            return ((states @ p["head"]) ** 2).mean()
+
+        return jax.tree.map(lambda p, g: p - 1e-3 * g, params, jax.grad(loss)(params))
+
+    shape = jax.ShapeDtypeStruct
+    params = {"layer": shape((WIDTH, WIDTH), "float32"), "head": shape((WIDTH, 64), "float32")}
+    program = trace(recurrence, (params, shape((128, WIDTH), "float32")), name="recurrence", donate_argnums=(0,))
+    graph = read_graph(program.module)
+    forward, backward = graph.loops
+    gradient = next(op for op in graph.ops if op.loop < 0 and graph.tensors[op.results[0]].shape == (64, WIDTH))
+    states = next(c.body for c in forward.carries if c.result in gradient.operands)
+    before = analyse(graph, (), {})
+    after = defer_weight_gradients(graph, before)
+    stops = [{t: stop for t, _, stop in each.buffers}[states] for each in (before, after)]
+    assert stops[0] < backward.stop <= stops[1]
+
+
+def test_weight_gradients_follow_the_backward_pass_on_gpus() -> None:
+    def loss(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return (x**2).mean()
+
+    shape = jax.ShapeDtypeStruct
+    weights = [shape((WIDTH, WIDTH), "float32")] * LAYERS
+
+    def updated(weights, x):
+        return [w - 1e-3 * g for w, g in zip(weights, jax.grad(loss)(weights, x), strict=True)]
+
+    graph = read_graph(trace(updated, (weights, shape((64, WIDTH), "float32")), name="layers").module)
+    gradients = [op for op in graph.ops if op.kind == "dot_general" and graph.tensors[op.results[0]].shape[0] == WIDTH]
+    last = max(op.id for op in graph.ops if op.kind == "dot_general" and op not in gradients)
+    stops = {t: stop for t, _, stop in analyse(graph, rules=FusionRules(gpu_kernels=True)).buffers}
+    (*early, _) = gradients
+    assert len(early) == LAYERS - 1 and all(stops[op.operands[0]] > last for op in early)
 
 
 def test_what_a_loop_makes_of_a_carry_is_not_late() -> None:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from autoshard.graph.memory.fusion_analysis import Fusion, FusionAnalysis
-from autoshard.graph.records import Op, OpClass, OpGraph, is_batched
+from autoshard.graph.records import OpClass, OpGraph
 
 
 Buffers = tuple[tuple[int, int, int], ...]
@@ -70,10 +70,9 @@ def buffers_of(graph: OpGraph, analysis: FusionAnalysis) -> tuple[Buffers, tuple
 def _run_leaves_late(graph: OpGraph, analysis: FusionAnalysis, last: dict[int, int]) -> None:
     """Extend in `last` the lives of operands of matmuls that the GPU compiler's scheduler puts off.
 
-    Two matmuls outside of loops share an operand, as the gradients of a layer's input and weight do. The compiler may
-    rewrite the one whose result is needed later (`_is_rewritten`), which then has a late place in the order. It runs
-    when its result is needed, or after all kernels that read results of the others. Kernels that read the gradient of a
-    convolution's input count too, as the head's gradient of autoencoders on h100 shows.
+    Two matmuls outside of loops share an operand, as the gradients of a layer's input and weight do. The one whose
+    result is needed later runs when it is needed, or after all kernels that read results of the others. Kernels that
+    read the gradient of a convolution's input count too, as the head's gradient of autoencoders on h100 shows.
 
     Evidence: docs/compiler_behaviour.md, "Storage by the GPU compiler".
     """
@@ -96,22 +95,13 @@ def _run_leaves_late(graph: OpGraph, analysis: FusionAnalysis, last: dict[int, i
         if graph.ops[first.root].kind == "convolution" and len(matmuls) > 1 and read_until < end:
             final = max(final, read_until)
         for late in matmuls:
-            if late.root < read_until < ready[late.root] and _is_rewritten(graph.ops[late.root]):
+            if late.root < read_until < ready[late.root] and graph.ops[late.root].kind == "dot_general":
                 put_off[late.root] = late, ready[late.root]
                 final = max(final, read_until)
     for late, needed_at in put_off.values():
         for tensor in late.reads:
             for source in analysis.stored_sources(tensor):
                 last[source] = max(last[source], min(final, needed_at))
-
-
-def _is_rewritten(op: Op) -> bool:
-    """Return True if the GPU compiler replaces a matmul: one with batch dims or several contracted dims."""
-    if op.rule is None or op.kind != "dot_general":
-        return False
-    left, right = ({factor for dim in dims for factor in dim} for dims in op.rule.operands[:2])
-    contracted = (left & right) - {factor for dim in op.rule.results[0] for factor in dim}
-    return is_batched(op) or len(contracted) > 1
 
 
 def _shared_fills(graph: OpGraph) -> dict[int, int]:

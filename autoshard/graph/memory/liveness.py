@@ -166,6 +166,8 @@ def defer_weight_gradients(graph: OpGraph, liveness: Liveness) -> Liveness:
     """
     outer_loops = [loop for loop in graph.loops if loop.parent < 0]
     needed = _needed(graph)
+    homes = {carry.result: carry.body for loop in outer_loops for carry in loop.carries}
+    """Tensors inside of loops that name the buffers of what outermost loops compute."""
     late: dict[int, int] = {}
     for fusion in liveness.fusions:
         op = graph.ops[fusion.root]
@@ -174,7 +176,8 @@ def defer_weight_gradients(graph: OpGraph, liveness: Liveness) -> Liveness:
         use = needed[op.results[0]]
         after = max((loop.stop for loop in outer_loops if op.id < loop.start and loop.stop <= use), default=0)
         for tensor in fusion.reads if after else ():
-            late[tensor] = max(late.get(tensor, 0), after)
+            home = homes.get(tensor, tensor)
+            late[home] = max(late.get(home, 0), after)
     return _extended(liveness, late)
 
 

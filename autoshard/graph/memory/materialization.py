@@ -283,7 +283,8 @@ class _StoreDecision:
             if value != tensor and several and not self._is_rounded_and_summed(value):
                 return False
             if maker.id in analysis.matmuls:
-                if value == tensor or value in analysis.pinned or self._epilogue_values(value) - {tensor}:
+                later = self._epilogue_values(value) - {tensor}
+                if value == tensor or value in analysis.pinned or (later and not self._is_summed_beside(tensor)):
                     return False
                 self.epilogues[tensor] = maker.id
                 return True
@@ -292,6 +293,20 @@ class _StoreDecision:
             value = max(maker.operands, key=lambda t: self.latest[t], default=-1)
             if value < 0 or graph.tensors[value].shape != record.shape:
                 return False
+        return False
+
+    def _is_summed_beside(self, tensor: int) -> bool:
+        """Return True if the value of a matmul's kernel is also an operand of elementwise ops that only sums read.
+
+        An example are squared errors, whose gradient is the scaled error. The kernel adds them up and stores the error
+        itself; the kernels that multiply it scale and round it.
+        """
+        graph, ends = self.graph, self.analysis.ends
+        for user in self.analysis.consumers[tensor]:
+            op = graph.ops[user]
+            after = ends[op.results[0]] if op.op_class is OpClass.POINTWISE and op.kind != "convert" else None
+            if after and all(graph.ops[end].kind == "reduce" for end in after):
+                return True
         return False
 
     def _rounds_summed(self, tensor: int) -> bool:

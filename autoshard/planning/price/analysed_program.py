@@ -7,7 +7,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.base.workers import WorkerCrew
-from autoshard.cost import BACKENDS, Bill, Calibration, Mesh, Topology, make_mesh, recorded_calibration
+from autoshard.cost import (
+    BACKENDS,
+    Bill,
+    Calibration,
+    Mesh,
+    Topology,
+    load_calibration,
+    make_mesh,
+    recorded_calibration,
+)
 from autoshard.errors import UserError
 from autoshard.graph import (
     FusionRules,
@@ -150,12 +159,24 @@ def build_model(
     """
     where = (stage_axis(reading, mesh) if staged else None) or axis_parts_of(reading.groups, mesh) or mesh
     graph, structure, liveness = reading.graph, reading.structure, reading.liveness
-    if program.pipeline is not None and mesh.topology.chip.name in LATE_IN_STAGES:
+    if _defers_gradients(program, mesh, calibration):
         liveness = defer_weight_gradients(graph, liveness)
     if mesh.topology.traits.gpu_kernels and mesh.num_devices > 1:
         liveness = defer_filter_gradients(graph, liveness)
     program = lowered_for(program, mesh.topology.traits.platform)
     return price(program, graph, structure, liveness, where, memory_limit, calibration, tables)
+
+
+def _defers_gradients(program: Program, mesh: Mesh, calibration: Calibration | None) -> bool:
+    """Return True if the chip's compiler defers weight gradients outside of loops until after the backward pass.
+
+    It does for tpu7x with any flags, for v5p with synchronous sums of gradients, and for pipelines on v6e. Evidence:
+    docs/compiler_behaviour.md, "Deferred gradient of the head".
+    """
+    chip = mesh.topology.chip.name
+    if mesh.num_devices == 1 or chip not in ("v5p", "tpu7x"):
+        return program.pipeline is not None and chip in LATE_IN_STAGES
+    return chip == "tpu7x" or (calibration or load_calibration(mesh.topology.chip)).reduction_overlap == 0.0
 
 
 def reprice(plan: Plan, program: Program, reading: AnalysedProgram) -> tuple[Model, NDArray[np.int64]]:
