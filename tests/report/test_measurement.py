@@ -66,3 +66,20 @@ def test_a_difference_that_rounding_could_hide_is_undecided(plan: Plan) -> None:
     fine = shown(plan, **check | {"worst_rel_diff": 1e-3}, worst_allowed=2e-3)
     assert "AGREES with the unplanned run" in fine and "UNDECIDED" not in fine
     assert "DIFFERS with" in shown(plan, **check | {"passed": False}, worst_allowed=0.2)
+
+
+def test_rounding_and_faults_are_told_apart_in_float64(plan: Plan) -> None:
+    check = {
+        "max_rel_diff": 1.2e-3,
+        "tolerance": 1e-5,
+        "worst": "mu",
+        "worst_rel_diff": 1.2e-3,
+        "noise": [],
+        "edges": {},
+    }
+    check |= {"floor_note": "the program has no batch", "worst_allowed": 1e-5}
+    rounding = " ".join(shown(plan, **check, passed=True, rounding=True, float64=1e-13).split())
+    assert "AGREES with the unplanned run" in rounding
+    assert "1.2e-03 of a tensor's maximum (at mu); both agree to 1e-13 in float64, so it is rounding" in rounding
+    fault = " ".join(shown(plan, **check, passed=False, rounding=False, float64=1.1e-3).split())
+    assert "DIFFERS" in fault and "in float64 the largest difference is 1.1e-03" in fault
