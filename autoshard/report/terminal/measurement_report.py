@@ -37,7 +37,7 @@ def measurement_report(plan: Plan, figures: Mapping[str, Any]) -> RenderableType
     for time in figures["collectives"].get("times", ()):
         name = Text(f"{time['kind']} over {clean(', '.join(time['axes']))} (time, waiting included)")
         table.add_row(name, _predicted_time(plan, time), format_seconds(time["seconds"]))
-    parts: list[RenderableType] = [title, Text(), table]
+    parts: list[RenderableType] = [title, Text(), table, *_outside_band(plan, figures["step_time_s"])]
     if figures.get("profiler"):
         parts.append(Text(f"No time of each collective: {clean(figures['profiler'], 300)}", style="dim"))
     if figures.get("eager"):
@@ -48,6 +48,17 @@ def measurement_report(plan: Plan, figures: Mapping[str, Any]) -> RenderableType
         parts += [Text(), _check(figures)]
         parts += [_edge(name, edge) for name, edge in figures["edges"].items()]
     return Group(*parts)
+
+
+def _outside_band(plan: Plan, measured_s: float) -> list[RenderableType]:
+    """Return a sentence if the measured time is outside of the factor that the plan states for some of its ops."""
+    factor, predicted_s = plan.time_within, plan.prediction.step_time_s
+    if factor is None or min(predicted_s, measured_s) <= 0:
+        return []
+    if max(predicted_s / measured_s, measured_s / predicted_s) <= factor:
+        return []
+    unsure = ", ".join(f"{each.ops} ({each.time_share:.0%} of the predicted step)" for each in plan.unsure)
+    return [Text(f"The measured step is outside of the factor {factor:.1f} that the plan states for {clean(unsure)}.")]
 
 
 def _predicted_time(plan: Plan, time: Mapping[str, Any]) -> str:
