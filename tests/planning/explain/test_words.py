@@ -101,5 +101,23 @@ def test_features_of_one_expert_are_not_called_experts() -> None:
         return set(made.groups(made.model_of(program, "cpu:8", "data=4,model=2")).names.values())
 
     assert "experts" in names({"experts_in": (4, 16, 32)}, "bh,ehf->bef")
+    assert "experts" not in names({"w_up": (4, 16, 32)}, "bh,ehf->bef")  # gates side by side
     listed = names({"experts.0.weight": (16, 32), "experts.1.weight": (16, 32)}, "bh,hf->bf")
     assert "experts" not in listed and any(name.startswith("dim of params.experts.0") for name in listed)
+
+
+def test_feed_forward_weights_that_each_take_tokens_of_their_own_are_experts() -> None:
+    def step(params: dict[str, jax.Array], x: jax.Array) -> dict[str, jax.Array]:
+        def loss(params: dict[str, jax.Array]) -> jax.Array:
+            tokens = jnp.einsum("bh,be->ebh", x, jax.nn.softmax(x @ params["router"]))
+            inner = jax.nn.relu(jnp.einsum("ebh,ehf->ebf", tokens, params["w_up"]))
+            return (jnp.einsum("ebf,efh->bh", inner, params["w_down"]) ** 2).sum()
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    shapes = {"router": (64, 8), "w_up": (8, 64, 256), "w_down": (8, 256, 64)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    program = autoshard.trace(step, (params, jax.ShapeDtypeStruct((128, 64), jnp.float32)))
+    groups = made.groups(made.model_of(program, "cpu:8", "data=4,model=2"))
+    names = {groups.sizes[g]: name for g, name in groups.names.items() if groups.parameters.get(g)}
+    assert (names[8], names[256]) == ("experts", "ffn")
