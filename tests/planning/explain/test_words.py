@@ -121,3 +121,16 @@ def test_feed_forward_weights_that_each_take_tokens_of_their_own_are_experts() -
     groups = made.groups(made.model_of(program, "cpu:8", "data=4,model=2"))
     names = {groups.sizes[g]: name for g, name in groups.names.items() if groups.parameters.get(g)}
     assert (names[8], names[256]) == ("experts", "ffn")
+
+
+def test_inputs_that_stand_whole_beside_a_split_batch_are_told() -> None:
+    model = made.model("wide mlp", "v5e:4x4", "data=4,model=4")
+    groups = made.groups(model)
+    choices = choose(model, {"data": "batch"}, {})
+    assert not any("whole" in line for line in describe(model, groups, choices))
+    names = []
+    for tensor, argument in zip(model.graph.arguments, model.program.arguments, strict=True):
+        if argument.role is Role.BATCH:
+            names.append(argument.name)
+            choices[model.cluster_node[model.structure.cluster_of[tensor]]] = 0
+    assert f"{' and '.join(names)} whole on every device" in describe(model, groups, choices)
