@@ -5,24 +5,23 @@ import dataclasses
 import enum
 import re
 import shlex
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from autoshard.base.units import format_bytes, format_seconds
+from autoshard.base.units import format_bytes
 from autoshard.base.worker_pool import as_ended
 from autoshard.errors import UserError
 from autoshard.exec.ahead.ahead_process import CompileJob, compile_job, compile_without_devices, try_job
 from autoshard.exec.ahead.compile_targets import Compiled
 from autoshard.exec.ahead.live_ranges import device_peak, memory_at_peak, reserved_bytes
+from autoshard.exec.ahead.time_band import outside_band
 from autoshard.exec.hlo.compiled_collectives import CompiledCollective, plan_mesh, read_collectives, wire_by_axis
 from autoshard.exec.hlo.compiled_flops import FlopCheck, check_flops
 from autoshard.exec.hlo.hlo_text import parse_hlo
-from autoshard.exec.hlo.schedule_clock import COMPUTE
 from autoshard.exec.hlo.schedule_estimate import Estimate, decided, estimate
 from autoshard.exec.hlo.unforeseen import Unforeseen, involuntary, unforeseen
 from autoshard.exec.run.measurement import verify_program
-from autoshard.planning import USUAL, Plan
+from autoshard.planning import Plan
 from autoshard.program import Program
 
 
@@ -256,41 +255,6 @@ def _warnings(log: str) -> tuple[str, ...]:
     """Return one sentence with the number of involuntary full rematerializations in a log; none if there are none."""
     lines = involuntary(log)
     return (f"the compiler reports {len(lines)} involuntary full rematerializations",) if lines else ()
-
-
-def outside_band(plan: Plan, timed: Estimate) -> list[str]:
-    """Return a sentence if the compiled step takes another time than the plan states, with the ops that differ most.
-
-    The plan states a factor for ops whose time is less sure than usual (`Plan.time_within`). For other plans it is
-    `USUAL`, if the estimator's error leaves the difference decided.
-    """
-    predicted, found = plan.prediction.step_time_s, timed.step_time_s
-    factor = plan.time_within or USUAL
-    if predicted <= 0 or found <= 0 or max(predicted / found, found / predicted) <= factor:
-        return []
-    if plan.time_within is None and not decided(found, predicted, timed.error):
-        return []
-    compiled, foreseen = defaultdict[str, float](float), defaultdict[str, float](float)
-    compiled["exposed communication"] = timed.exposed_comm_s
-    foreseen["exposed communication"] = plan.prediction.exposed_comm_s
-    for span in timed.spans:
-        if span.lane == COMPUTE:
-            compiled[_operation(span.name)] += span.seconds
-    for op in plan.ops:
-        foreseen[_operation(op.name)] += op.compute_s
-    longer = {name: (compiled[name] - foreseen[name]) * (1 if found > predicted else -1) for name in compiled}
-    worst = max(longer, key=lambda name: longer[name])
-    stated = "that the plan states" if plan.time_within is not None else "that is usual"
-    return [
-        f"the compiled step takes {format_seconds(found)}, and not the {format_seconds(predicted)} of the plan within "
-        f"a factor {factor:.1f} {stated}: most of the difference is {worst}, {format_seconds(compiled[worst])} as "
-        f"compiled and {format_seconds(foreseen[worst])} in the plan"
-    ]
-
-
-def _operation(name: str) -> str:
-    """Return the last part of an op's source name, without the number that the compiler adds."""
-    return re.sub(r"\.\d+$", "", name.rsplit("/", 1)[-1]) or "small ops"
 
 
 def compile_figures(result: CompileReport) -> dict[str, Any]:

@@ -21,8 +21,9 @@ from autoshard.errors import UserError
 from autoshard.exec import CompileReport, Verdict, compile_figures, compile_lines, compile_plan, compile_plans
 from autoshard.exec.ahead import ahead_process as room
 from autoshard.exec.ahead.ahead_process import libtpu_topology, parse_out_of_memory
-from autoshard.exec.ahead.compile_plans import outside_band, report
+from autoshard.exec.ahead.compile_plans import report
 from autoshard.exec.ahead.compile_targets import Compiled
+from autoshard.exec.ahead.time_band import outside_band
 from autoshard.exec.hlo.compiled_collectives import plan_mesh, read_collectives
 from autoshard.exec.hlo.schedule_clock import Busy
 from autoshard.exec.hlo.unforeseen import unforeseen
