@@ -41,6 +41,7 @@ from autoshard.exec.run.measurement import measurement_figures as measurement_fi
 from autoshard.exec.run.profiled_collectives import CollectiveTime as CollectiveTime
 from autoshard.exec.run.profiled_collectives import CollectiveTimes as CollectiveTimes
 from autoshard.exec.run.program_check import check as check
+from autoshard.exec.run.result_check import GROSS as GROSS
 from autoshard.exec.run.result_check import Check as Check
 from autoshard.exec.run.result_check import Difference as Difference
 

@@ -120,3 +120,5 @@ from autoshard.mlir.stated_shardings import meshes_of as meshes_of
 from autoshard.mlir.stated_shardings import shardings_of_values as shardings_of_values
 from autoshard.mlir.stated_shardings import stated_sharding as stated_sharding
 from autoshard.mlir.stated_shardings import tiled_sharding as tiled_sharding
+from autoshard.mlir.wide_floats import NARROW as NARROW
+from autoshard.mlir.wide_floats import widened as widened

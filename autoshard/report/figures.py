@@ -56,8 +56,9 @@ def recipe_line(plan: Plan) -> str:
     trained = {"remat": "none", "optimizer": "adamw"} if options.get("train") else {}
     if plan.source is not None and plan.source.is_configuration:
         options = trained | {"dtype": "bfloat16"} | options
-    elif trained:  # a module computes in the dtype of its parameters
-        options = trained | {"dtype": largest_dtype(plan, "parameter")} | options
+    else:  # older plans do not say the dtype; a module computes in that of its parameters
+        dtype = plan.origin.computes_in or (largest_dtype(plan, "parameter") if trained else "")
+        options = trained | {"dtype": dtype} | options
     options |= {} if plan.recipe is None else plan.recipe.chosen
     called = {word for call in plan.calls for part, word in _KERNELS.items() if part in call.name}
     scores = any(row.kind in ("exponential", "exp") for row in plan.ops) and not called

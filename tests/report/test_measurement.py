@@ -1,11 +1,13 @@
 """A measurement on a terminal: medians and spread, collectives' times, and values that were not available."""
 
+import dataclasses
 import io
 from typing import Any
 
 from rich.console import Console
 
 from autoshard.planning import Plan
+from autoshard.planning.record.plan_parts import Unsure
 from autoshard.report import measurement_report
 
 
@@ -66,3 +68,29 @@ def test_a_difference_that_rounding_could_hide_is_undecided(plan: Plan) -> None:
     fine = shown(plan, **check | {"worst_rel_diff": 1e-3}, worst_allowed=2e-3)
     assert "AGREES with the unplanned run" in fine and "UNDECIDED" not in fine
     assert "DIFFERS with" in shown(plan, **check | {"passed": False}, worst_allowed=0.2)
+
+
+def test_rounding_and_faults_are_told_apart_in_float64(plan: Plan) -> None:
+    check = {
+        "max_rel_diff": 1.2e-3,
+        "tolerance": 1e-5,
+        "worst": "mu",
+        "worst_rel_diff": 1.2e-3,
+        "noise": [],
+        "edges": {},
+    }
+    check |= {"floor_note": "the program has no batch", "worst_allowed": 1e-5}
+    rounding = " ".join(shown(plan, **check, passed=True, rounding=True, float64=1e-13).split())
+    assert "AGREES with the unplanned run" in rounding
+    assert "1.2e-03 of a tensor's maximum (at mu); both agree to 1e-13 in float64, so it is rounding" in rounding
+    fault = " ".join(shown(plan, **check, passed=False, rounding=False, float64=1.1e-3).split())
+    assert "DIFFERS" in fault and "in float64 the largest difference is 1.1e-03" in fault
+
+
+def test_a_measured_time_outside_of_the_stated_factor_is_told(plan: Plan) -> None:
+    unsure = dataclasses.replace(plan, unsure=(Unsure("convolutions", 0.9, 0.5, 1.4, 1.2, 7),))
+    predicted = plan.prediction.step_time_s
+    told = "outside of the factor 1.4 that the plan states for convolutions (90% of the predicted step)"
+    assert told in " ".join(shown(unsure, step_time_s=predicted * 1.5).split())
+    assert told not in " ".join(shown(unsure, step_time_s=predicted * 1.3).split())
+    assert "outside" not in shown(plan, step_time_s=predicted * 9)

@@ -14,6 +14,7 @@ from autoshard.errors import UserError
 from autoshard.exec.ahead.ahead_process import CompileJob, compile_job, compile_without_devices, try_job
 from autoshard.exec.ahead.compile_targets import Compiled
 from autoshard.exec.ahead.live_ranges import device_peak, memory_at_peak, reserved_bytes
+from autoshard.exec.ahead.time_band import outside_band
 from autoshard.exec.hlo.compiled_collectives import CompiledCollective, plan_mesh, read_collectives, wire_by_axis
 from autoshard.exec.hlo.compiled_flops import FlopCheck, check_flops
 from autoshard.exec.hlo.hlo_text import parse_hlo
@@ -232,6 +233,7 @@ def report(program: Program, plan: Plan, compiled: Compiled) -> CompileReport:
         warnings.append(UNCODED)
     if flops.complaint:
         warnings.append(flops.complaint)
+    warnings += outside_band(plan, timed)
     return CompileReport(
         verdict=Verdict.DOES_NOT_FIT if over > 0 else Verdict.FITS_WITH_REMAT if rematerialised else Verdict.FITS,
         over_bytes=max(0, over),

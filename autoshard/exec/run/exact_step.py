@@ -1,16 +1,18 @@
-"""Rounding of an unplanned step, by the same step in float64 on the host."""
+"""The planned and the unplanned step in float64, which tell rounding from a fault."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from autoshard import mlir
+from autoshard.exec.apply.jax_application import Application, compile_lowered
+from autoshard.exec.run.planned_steps import host_copy, place_copy
+from autoshard.exec.run.result_check import EXACT, Check, compare
+from autoshard.planning import Plan, Spec
 from autoshard.program import Program
-
-
-MOST = 1e-3
-"""Largest rounding that is believed, as a share of the maximum of all results of a role: more may be another branch."""
 
 
 @contextlib.contextmanager
@@ -27,61 +29,73 @@ def on_host() -> Iterator[None]:
         yield
 
 
-def exact_floor(
-    program: Program, arguments: Any, unplanned: Sequence[Any], noise: Sequence[float], narrow: bool
-) -> list[float]:
-    """Return the noise, raised to the distance of each float result from that of the step in float64.
-
-    - `arguments`: arguments of the step.
-    - `unplanned`: flat results of the unplanned step for them.
-    - `noise`: noise of each result so far, which is not modified.
-    - `narrow`: True if the step multiplies floats below 32 bits, whose rounding is no step of float64's.
-
-    The noise is returned as it is for a narrow step, and for one that does not run in float64. The same holds if a
-    result that is no updated state changes by more than `MOST` of its maximum.
-    """
-    exact = None if narrow else _exact(program, arguments)
-    if exact is None or len(exact) != len(unplanned):
-        return list(noise)
-    distances, sizes, roles = [], dict[Any, float](), []
-    for result, true, value in zip(program.results, exact, unplanned, strict=True):
-        one, other = np.asarray(true), np.asarray(value)
-        if one.shape != other.shape or other.dtype.kind != "f":
-            distances.append(0.0)
-        else:
-            apart = np.abs(one.astype(np.float64) - other.astype(np.float64))
-            distances.append(float(apart[np.isfinite(apart)].max(initial=0.0)))
-        floats = other.astype(np.float64) if other.dtype.kind == "f" else np.zeros(1)
-        largest = float(np.abs(floats[np.isfinite(floats)]).max(initial=0.0))
-        if result.argument is None and distances[-1] > MOST * largest:
-            return list(noise)
-        # Moments of first and second order differ in size, as parameters and their moments do.
-        name = program.arguments[result.argument].name if result.argument is not None else result.name
-        family = (result.argument is None or program.arguments[result.argument].role, ".".join(name.split(".")[:2]))
-        roles.append(family)
-        sizes[family] = max(sizes.get(family, 0.0), largest)
-    return [max(n, min(d, MOST * sizes[role])) for n, d, role in zip(noise, distances, roles, strict=True)]
+def replicated(plan: Plan) -> Plan:
+    """Return the plan with every argument and result whole on each device, and without pins and regions."""
+    return dataclasses.replace(
+        plan,
+        arguments={name: Spec.replicated(len(spec.dims)) for name, spec in plan.arguments.items()},
+        results={name: Spec.replicated(len(spec.dims)) for name, spec in plan.results.items()},
+        pins=(),
+        regions=(),
+    )
 
 
-def _exact(program: Program, arguments: Any) -> list[Any] | None:
-    """Return the flat results of the step with its floats widened to float64; None if it does not run so.
+class ExactSteps:
+    """Planned and unplanned step of a program in float64, which are compiled at the first comparison."""
 
-    A mixture that drops tokens would keep them in float64, and is left out.
-    """
-    import jax
+    def __init__(self, program: Program, plan: Plan) -> None:
+        self._program = program
+        self._plan = plan
+        self._steps: list[tuple[Any, tuple[Any, ...]]] | None = None
 
-    function = program.eager.function if program.eager is not None else None
-    if program.fn is None or function is not None and function.drops_tokens:
-        return None
+    def compare(self, leaves: Sequence[Any]) -> Check | None:
+        """Compare the results of both steps for flat arguments; None if the step does not run in float64.
 
-    def wide(leaf: Any) -> Any:
-        """Return a host copy of an argument, in float64 if it has float32."""
-        array = np.asarray(leaf)
-        return array.astype(np.float64) if array.dtype == np.float32 else array
+        Both run the module that was planned, with every float widened. The planned step has the plan's shardings, pins
+        and regions, the other one is whole on every device. Steps with opaque calls, values on the host or stages are
+        not compared, nor steps that read the bits of floats, as random numbers do.
+        """
+        import jax
 
-    try:
-        with on_host(), jax.enable_x64(True), function.as_eager(True) if function else contextlib.nullcontext():
-            results = jax.jit(lambda *given: program.fn(*given))(*jax.tree.map(wide, arguments))
-            return [np.array(value) for value in jax.tree.leaves(results)]
-    except Exception:  # the step fixes float32 somewhere and fails on float64
-        return None
+        if self._plan.calls or self._plan.host or self._plan.pipeline or not self._program.module:
+            return None
+        wide = [_wide(leaf) for leaf in leaves]
+        try:
+            with jax.enable_x64(True):
+                if self._steps is None:
+                    self._steps = [self._compiled(plan) for plan in (self._plan, replicated(self._plan))]
+                planned, unplanned = (
+                    [host_copy(value) for value in step(*map(place_copy, wide, shardings))]
+                    for step, shardings in self._steps
+                )
+        except Exception:  # MLIR, XLA and JAX each refuse in their own words what has no form in float64
+            self._steps = None
+            return None
+        return compare(self._program, planned, unplanned, EXACT, wide)
+
+    def _compiled(self, plan: Plan) -> tuple[Any, tuple[Any, ...]]:
+        """Return the step in float64 under a plan, over flat arguments, and the shardings of these."""
+        import jax
+        import jax.numpy as jnp
+
+        module = mlir.parse_module(mlir.widened(mlir.parse_module(self._program.module)))
+        wide = {dtype: "float64" for dtype in mlir.NARROW}
+        plan = dataclasses.replace(
+            plan,
+            dtypes={name: wide.get(dtype, dtype) for name, dtype in plan.dtypes.items()},
+            module_hash=mlir.structure_hash(mlir.inline_calls(module)),
+        )
+        results = [(r.shape, wide.get(r.dtype, r.dtype)) for r in self._program.results]
+        arguments = [jax.ShapeDtypeStruct(plan.shapes[name], plan.dtypes[name]) for name in plan.arguments]
+        application = Application(plan)
+        # The body of this stand-in is replaced by the module.
+        lowered = application.lower(
+            lambda *_: [jnp.zeros(*result) for result in results], arguments, (), mlir.to_bytes(module)
+        )
+        return compile_lowered(lowered), application.in_shardings()
+
+
+def _wide(leaf: Any) -> Any:
+    """Return a host copy of an argument, in float64 if it is a narrower float."""
+    array = np.asarray(leaf)
+    return array.astype(np.float64) if array.dtype.name in mlir.NARROW else array

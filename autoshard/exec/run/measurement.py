@@ -23,16 +23,15 @@ from autoshard.exec.run.check_inputs import (
     UNDEFINED,
     drops_nan,
     edge_arguments,
-    narrow_rounding,
     noise_floor,
     rounding_floor,
 )
 from autoshard.exec.run.eager_check import EagerCheck, check_eager, eager_figures
-from autoshard.exec.run.exact_step import exact_floor
+from autoshard.exec.run.exact_step import ExactSteps, replicated
 from autoshard.exec.run.planned_steps import PlannedStep, failure, first_arguments, host_copy, place_copy
 from autoshard.exec.run.profiled_collectives import CollectiveTimes, time_collectives
 from autoshard.exec.run.result_check import Check, compare
-from autoshard.planning import Plan, Spec, as_planned
+from autoshard.planning import Plan, as_planned
 from autoshard.program import Program
 
 
@@ -134,7 +133,7 @@ def measure(
     times: list[float] = []
     try:
         one_device, unplanned, skipped = _try_unplanned(program, plan, first_args) if check else (None, [], "")
-        planned = PlannedStep(program, plan, first_args)
+        planned, exact_steps = PlannedStep(program, plan, first_args), ExactSteps(program, plan)
         text = planned.compiled.as_text()
         collectives = read_collectives(text, plan_mesh(plan))
         times_of = None
@@ -143,7 +142,7 @@ def measure(
                 elapsed, results = planned.run()
                 if step == 0 and one_device is not None:
                     ours = [host_copy(value) for value in results]
-                    verdict = _verdict(program, one_device, ours, unplanned, tolerance, first_args)
+                    verdict = _verdict(program, one_device, exact_steps, ours, unplanned, tolerance, first_args)
                 if step >= warmup:
                     times.append(elapsed)
             if profile is not None:
@@ -152,7 +151,7 @@ def measure(
             if timed_collectives:
                 times_of = time_collectives(planned.run, timed_collectives, module_name(text), collectives)
             if one_device is not None:
-                edges = _check_edges(program, planned, one_device, first_args, seed, tolerance)
+                edges = _check_edges(program, planned, one_device, exact_steps, first_args, seed, tolerance)
     except jax.errors.JaxRuntimeError as error:
         raise failure(plan, error) from error
 
@@ -184,11 +183,18 @@ _Step = Callable[[tuple[Any, ...]], list[Any]]
 
 
 def _check_edges(
-    program: Program, planned: PlannedStep, one_device: _Step, made: Any, seed: int, tolerance: float | None
+    program: Program,
+    planned: PlannedStep,
+    one_device: _Step,
+    exact_steps: ExactSteps,
+    made: Any,
+    seed: int,
+    tolerance: float | None,
 ) -> dict[str, Check | None]:
     """Compare the planned step with the unplanned one from edge-case arguments; return the checks by name of the case.
 
     - `one_device`: unplanned step.
+    - `exact_steps`: both steps in float64.
     - `made`: arguments of the ordinary step, from which the cases derive.
     - `seed`, `tolerance`: as in `measure`.
 
@@ -204,16 +210,26 @@ def _check_edges(
             continue
         edge_args = tree.unflatten(arguments)
         results = [host_copy(value) for value in planned.run_once(arguments)]
-        checks[name] = _verdict(program, one_device, results, one_device(edge_args), tolerance, edge_args)
+        unplanned = one_device(edge_args)
+        checks[name] = _verdict(program, one_device, exact_steps, results, unplanned, tolerance, edge_args)
     return checks
 
 
 def _verdict(
-    program: Program, one_device: _Step, planned: list[Any], unplanned: list[Any], tolerance: float | None, made: Any
+    program: Program,
+    one_device: _Step,
+    exact_steps: ExactSteps,
+    planned: list[Any],
+    unplanned: list[Any],
+    tolerance: float | None,
+    made: Any,
 ) -> Check:
     """Compare results; if the default tolerance is exceeded, compare again with the noise of the unplanned step.
 
+    If that is exceeded too, both steps are compared in float64.
+
     - `one_device`: unplanned step, which measures the noise.
+    - `exact_steps`: both steps in float64.
     - `planned`, `unplanned`: flat results as host arrays.
     - `tolerance`: largest relative difference; None for the default. A given tolerance is final.
     - `made`: arguments of both steps.
@@ -240,9 +256,10 @@ def _verdict(
     noise, why = noise_floor(program, run, leaves, unplanned, enough)
     if not enough(noise):
         noise = rounding_floor(program, run, leaves, unplanned, noise, enough)
-    if not enough(noise):
-        noise = exact_floor(program, made, unplanned, noise, narrow_rounding(program) > 0)
-    return judged(noise, why)
+    check = judged(noise, why)
+    if check.passed or (exact := exact_steps.compare(leaves)) is None:
+        return check
+    return dataclasses.replace(check, exact=exact.max_rel_diff)
 
 
 def verify_program(program: Program, plan: Plan) -> Program:
@@ -306,13 +323,7 @@ def _unplanned_step(program: Program, plan: Plan) -> _Step:
     import jax
 
     if plan.origin.names_devices:
-        replicated_plan = dataclasses.replace(
-            plan,
-            arguments={name: Spec.replicated(len(spec.dims)) for name, spec in plan.arguments.items()},
-            results={name: Spec.replicated(len(spec.dims)) for name, spec in plan.results.items()},
-            pins=(),
-        )
-        application = Application(replicated_plan)
+        application = Application(replicated(plan))
         shardings = application.in_shardings()
         lowered = application.lower(program.fn, program.args, program.donate_argnums, program.module)
         compiled = compile_lowered(lowered)
@@ -383,6 +394,8 @@ def measurement_figures(measurement: Measurement) -> dict[str, Any]:
         figures["passed"] = measurement.check.passed
         figures["floor"] = max((d.floor for d in measurement.check.differences), default=0.0)
         figures["floor_note"] = measurement.check.floor_note
+        figures["float64"] = measurement.check.exact
+        figures["rounding"] = measurement.check.is_rounding
         figures["worst"] = worst.name if worst is not None else ""
         figures["worst_rel_diff"] = worst.rel_diff if worst is not None else 0.0
         figures["worst_allowed"] = figures["tolerance"] if worst is None else worst.allowed(figures["tolerance"])

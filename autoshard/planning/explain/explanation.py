@@ -32,6 +32,9 @@ SOLVED = 8
 decisions fixed, as are those that begin after the time limit.
 """
 
+FREED_S = 4.0
+"""Processor seconds in which specs that the fixed decisions exclude are solved, where no solves are requested."""
+
 SAME = 1e-9
 """Largest relative difference of two step times that counts as rounding."""
 
@@ -44,8 +47,10 @@ class Alternative:
     chosen: bool
     """True for the plan's own spec."""
     how: str
-    """Method of its price. `solved`: all other decisions are solved again; `held`: all other decisions are fixed;
-    `impossible`: no other decisions were found, and the fixed ones exclude it.
+    """Method of its price. `solved`: all other decisions are solved again; `held`: all other decisions are fixed.
+
+    Without a price it is `impossible` if the solver found no other decisions, and `unsolved` if it was not asked for
+    some that the fixed ones exclude.
     """
     step_time_s: float | None
     """Seconds of a step; nearly full memory adds nothing."""
@@ -105,7 +110,8 @@ def explain_plan(
       second.
     - `seed`: seed of the solver.
 
-    The plan's own choices are priced again, and every other spec with all other decisions fixed.
+    The plan's own choices are priced again, and every other spec with all other decisions fixed. Specs that these
+    exclude are solved within `FREED_S`, the simplest first.
 
     Raises `UserError` for a name that the plan does not have, and for a program that is not the plan's. Raises it also
     for a plan without choices, as older or other versions write.
@@ -245,7 +251,8 @@ class _Explainer:
         - `chosen`: the plan's spec.
 
         Specs are solved again in order of their step time under fixed decisions, at most `SOLVED`, until the time
-        limit. A limit of 0 solves none. A spec without a solution has its price under fixed decisions.
+        limit. A limit of 0 solves those alone that the fixed decisions exclude, in order of their axes, for `FREED_S`.
+        A spec without a solution has its price under fixed decisions.
         """
         node = self.model.cluster_node[cluster]
         rows: dict[Spec, list[int]] = {}
@@ -258,20 +265,28 @@ class _Explainer:
             chosen, True, "solved", self.base.step_time_s, 0.0, self.base.peak_bytes, True, (), "it is the choice"
         )
         held = {spec: self.held(node, members) for spec, members in rows.items()}
-        ranked = sorted(rows, key=lambda s: (held[s] is None, held[s].step_time_s if held[s] else 0.0, str(s)))  # type: ignore[union-attr]
+        ranked = sorted(rows, key=lambda s: (held[s] is None, held[s].step_time_s if held[s] else len(s.axes), str(s)))  # type: ignore[union-attr]
+        wanted = ranked if self.time_limit > 0 else [spec for spec in ranked if held[spec] is None]
+        solved = self.all_solved(node, {spec: rows[spec] for spec in wanted[:SOLVED]}, self.time_limit or FREED_S)
         others = []
-        began = processor_seconds()
-        for number, spec in enumerate(ranked):
-            seconds_left = self.time_limit - (processor_seconds() - began)
-            outcome = None
-            if number < SOLVED and seconds_left > 0:
-                share = max(1.0, seconds_left / (min(SOLVED, len(ranked)) - number))
-                outcome = self.solved(node, rows[spec], share)
-            how = "solved" if outcome is not None else "held"
-            outcome = outcome or held[spec]
-            others.append(self.alternative(spec, how, outcome))
+        for spec in ranked:
+            outcome = solved.get(spec)
+            how = "solved" if outcome is not None else "held" if held[spec] else "unsolved"
+            how = "impossible" if how == "unsolved" and spec in solved else how
+            others.append(self.alternative(spec, how, outcome or held[spec]))
         others.sort(key=lambda a: (a.step_time_s is None, a.step_time_s or 0.0, str(a.spec)))
         return (own, *others)
+
+    def all_solved(self, node: int, rows: Mapping[Spec, list[int]], limit: float) -> dict[Spec, Outcome | None]:
+        """Return the outcome of each spec of `rows`, as of `solved`, in order until `limit` processor seconds end."""
+        outcomes: dict[Spec, Outcome | None] = {}
+        began = processor_seconds()
+        for number, spec in enumerate(rows):
+            seconds_left = limit - (processor_seconds() - began)
+            if seconds_left <= 0:
+                break
+            outcomes[spec] = self.solved(node, rows[spec], max(1.0, seconds_left / (len(rows) - number)))
+        return outcomes
 
     def held(self, node: int, rows: list[int]) -> Outcome | None:
         """Return the fastest outcome with all other decisions fixed, regardless of memory.
@@ -314,10 +329,10 @@ class _Explainer:
 
     def alternative(self, spec: Spec, how: str, outcome: Outcome | None) -> Alternative:
         """Return the row of a spec that is not chosen, from its outcome (`how` it was priced); None as an outcome gives
-        an impossible one.
+        one without a price.
         """
         if outcome is None:
-            return Alternative(spec, False, "impossible", None, None, None, False, (), "its neighbours exclude it")
+            return Alternative(spec, False, how, None, None, None, False, (), "its neighbours exclude it")
         delta = outcome.step_time_s - self.base.step_time_s
         added = _added(self.base.collectives, outcome.collectives)
         fits = outcome.peak_bytes <= self.plan.memory_limit_bytes
@@ -349,7 +364,8 @@ class _Explainer:
             # Speed at which the collective would take `delta` seconds less; beyond 100 times it is no realistic change.
             factor = slowest.seconds / (slowest.seconds - delta)
             if factor < 100:
-                return f"wins if its {slowest.kind} over {', '.join(slowest.axes)} were {factor:.2g} times as fast"
+                speed = f"{factor:.2g} times as fast" if factor >= 1.1 else f"{factor - 1:.1%} faster"
+                return f"wins if its {slowest.kind} over {', '.join(slowest.axes)} were {speed}"
         compute = outcome.compute_s - self.base.compute_s
         if compute > 0.5 * delta:  # compute explains most of the difference
             return f"wins if the {format_seconds(compute)} of compute it adds went away"

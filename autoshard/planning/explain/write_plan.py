@@ -43,7 +43,7 @@ from autoshard.planning.record.spec import Spec, axis_words
 from autoshard.planning.space.attention_exchange import exchange_words, exchanges
 from autoshard.planning.space.baselines import left_out
 from autoshard.planning.space.decision_model import Model
-from autoshard.planning.space.dim_groups import Groups
+from autoshard.planning.space.dim_groups import Groups, tensor_groups
 from autoshard.planning.space.spec_constraints import broken_demands, mesh_text, program_constraint_lines
 from autoshard.planning.stages.pipeline_ticks import pipeline_of_ticks
 from autoshard.planning.xla.axis_assignments import States
@@ -233,8 +233,8 @@ def cluster_state(model: Model, choices: NDArray[np.int64], tensor: int) -> Stat
 def _provenance(model: Model, seed: int, more: Mapping[str, Any]) -> dict[str, Any]:
     """Return the provenance of a plan: source, versions, topology, seed, calibration, sizes of the model and `more`.
 
-    Entries of `more` replace those before them. Source, lifted constraints, tokens, state on the hosts and the
-    program's own constraints have entries only if there are any.
+    Entries of `more` replace those before them. Source, lifted constraints, tokens, the dtype of products, state on
+    the hosts and the program's own constraints have entries only if there are any.
     """
     versions = {}
     for package in ("autoshard", "jax", "jaxlib", "ortools", "numpy"):
@@ -258,9 +258,19 @@ def _provenance(model: Model, seed: int, more: Mapping[str, Any]) -> dict[str, A
         | dict(more)
         | ({"lifted_constraints": str(lifted)} if (lifted := model.program.lifted) else {})
         | ({"tokens": tokens} if (tokens := model.program.tokens or _counted_tokens(model.program)) else {})
+        | ({"computes_in": dtype} if (dtype := _compute_dtype(model)) else {})
         | ({"on_host": on_host} if (on_host := model.program.on_host) != "none" else {})
         | ({"said_by_program": demands} if demands else {})
     )
+
+
+def _compute_dtype(model: Model) -> str:
+    """Return the dtype of the operands of most matrix FLOPs in a step; empty for a step without products."""
+    flops = defaultdict[str, float](float)
+    for op in model.graph.ops:
+        if op.flops and op.operands:
+            flops[model.graph.tensors[op.operands[0]].dtype] += op.flops * model.graph.trips(op.loop)
+    return max(flops, key=lambda dtype: flops[dtype], default="")
 
 
 def _counted_tokens(program: Program) -> int | None:
@@ -331,6 +341,7 @@ def describe(model: Model, groups: Groups, choices: NDArray[np.int64]) -> tuple[
         if names:
             lines.append(f"{_join(_ranked(names))} over {_over(axes)}")
     lines.extend(exchange_words(model, choices))
+    lines.extend(_whole_inputs(model, groups, choices, activations))
     explained = {(g, a) for (g, a), share in activations.items() if share > MOST}
     for what, shares in (("parameters", parameters), ("optimizer state", state)):
         extra = _extra_axes(model, shares, explained)
@@ -343,6 +354,21 @@ def describe(model: Model, groups: Groups, choices: NDArray[np.int64]) -> tuple[
     if idle:
         lines.append(f"nothing over {_over(idle)}: its devices repeat the same work")
     return tuple(lines) or ("everything on every device",)
+
+
+def _whole_inputs(
+    model: Model, groups: Groups, choices: NDArray[np.int64], activations: Mapping[tuple[int, str], float]
+) -> list[str]:
+    """Return words on the inputs with a batch dim that stand whole on devices which split most of the batch."""
+    axes = {a for a in model.axis_names if groups.batch is not None and activations.get((groups.batch, a), 0.0) > MOST}
+    whole = [
+        argument.name
+        for argument, tensor in zip(model.program.arguments, model.graph.arguments, strict=True)
+        if axes and argument.role is Role.BATCH
+        and groups.batch in tensor_groups(model.structure, groups.of_factor, tensor)
+        and not axes.intersection(tensor_spec(model, choices, tensor).axes)
+    ]  # fmt: skip
+    return [f"{_join(_ranked(whole))} whole on every device"] if whole else []
 
 
 def _host_words(model: Model, choices: NDArray[np.int64]) -> list[str]:

@@ -176,6 +176,10 @@ class MeshSearch:
         )
 
 
+_BOUNDED = "no plan on it takes less than"
+"""Words before the bound of a mesh without a solved plan."""
+
+
 def _without_room(trial: MeshAttempt) -> bool:
     """Return True if a mesh was solved or bounded and nothing fits in memory on it."""
     return trial.best is None and trial.excess < math.inf
@@ -196,7 +200,17 @@ def _without_plan(trial: MeshAttempt, best_s: float) -> str:
         return "no plan on it fits"
     if trial.bound_s < best_s:
         return f"no plan on it saves the {LEAST_GAIN:.1%} that a further axis must"
-    return f"no plan on it takes less than {format_seconds(trial.bound_s)}"
+    return f"{_BOUNDED} {format_seconds(trial.bound_s)}"
+
+
+def _least_excess(bound_s: float | None, chosen_s: float) -> str:
+    """Return in words, after a comma, how a mesh's bound compares with the chosen step; empty without either."""
+    if not bound_s or not chosen_s:
+        return ""
+    excess = bound_s / chosen_s - 1
+    if excess < 5e-4:
+        return f", {-excess:.1%} less than the chosen mesh" if excess < -5e-4 else ", as the chosen mesh"
+    return f": at least {_ratio(excess)}"
 
 
 def _records(trials: Sequence[MeshAttempt], chosen: MeshAttempt) -> tuple[MeshTried, ...]:
@@ -208,9 +222,10 @@ def _records(trials: Sequence[MeshAttempt], chosen: MeshAttempt) -> tuple[MeshTr
         """
         if trial.mesh == chosen.mesh:
             return "chosen"
-        if trial.excluded:
-            return trial.excluded
-        return _without_plan(trial, chosen.step_s) if trial.outcome is None else _slower(trial, chosen)
+        if trial.outcome is not None:
+            return _slower(trial, chosen)
+        reason = trial.excluded or _without_plan(trial, chosen.step_s)
+        return reason + (_least_excess(trial.bound_s, chosen.step_s) if _BOUNDED in reason else "")
 
     def place(trial: MeshAttempt) -> tuple[bool, float, float]:
         """Return the sort key of a trial; trials without a plan come last, by bound."""
@@ -251,9 +266,15 @@ def _slower(trial: MeshAttempt, chosen: MeshAttempt) -> str:
     ):  # fmt: skip
         if own > other + 1e-3 * chosen.step_s:
             parts.append(f"{name} {format_seconds(own)} against {format_seconds(other)}")
+    return _ratio(excess) + (f": {', '.join(parts)}" if parts else "")
+
+
+def _ratio(excess: float) -> str:
+    """Return in words how much slower a step is, from its excess as a share of the other step, above 0."""
+    if excess == math.inf:
+        return "slower"
     # A percentage above 100 is hard to read.
-    ratio = f"{excess:.1%} slower" if excess < 1 else f"{1 + excess:.1f} times as long"
-    return (ratio if excess < math.inf else "slower") + (f": {', '.join(parts)}" if parts else "")
+    return f"{excess:.1%} slower" if excess < 1 else f"{1 + excess:.1f} times as long"
 
 
 class _Step(enum.IntEnum):

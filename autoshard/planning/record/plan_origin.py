@@ -73,6 +73,8 @@ class Origin:
     """Arguments that the host stores: a value of `HOSTS`."""
     tokens: int | None
     """Tokens of one step; None for a program that does not count tokens."""
+    computes_in: str
+    """Dtype of the operands of most matrix FLOPs; empty without products, and in plans of older versions."""
     jax_version: str | None
     """Version of JAX that made the plan; None if unknown."""
 
@@ -106,5 +108,6 @@ def read_origin(provenance: Mapping[str, Any]) -> Origin:
         lifted=provenance.get("lifted_constraints", ""),
         on_host=provenance.get("on_host", "none"),
         tokens=provenance.get("tokens"),
+        computes_in=provenance.get("computes_in", ""),
         jax_version=provenance.get("versions", {}).get("jax"),
     )

@@ -176,7 +176,8 @@ def _describe(
     sequence = next((g[1] for g in data if len(g) > 1 and g[1] is not None and g[1] not in holders), None)
     # The inner dim of an MLP is shared by two matrices. A residual stream is shared by more, or is a dim of the data.
     shifted, stages = _shifted(graph, structure, of_factor)
-    streams = [g for g in weight if matrices[g] > 2 or any(g in groups for groups in data)]
+    counting = stacked & _batches_of_products(graph, structure, of_factor)
+    streams = [g for g in weight if g not in counting and (matrices[g] > 2 or any(g in groups for groups in data))]
     hidden = max(streams, key=lambda g: (weight[g], -g), default=None)
     # In a model with a residual stream nearly all matrices have its dim.
     if hidden is not None and weight[hidden] < 0.6 * matrix_bytes:
@@ -195,7 +196,8 @@ def _describe(
         elif group in space:
             names[group] = space[group]
         else:
-            names[group] = _hint([program.arguments[p].name for p in holders.get(group, [])], group in stacked)
+            of = [program.arguments[p].name for p in holders.get(group, [])]
+            names[group] = _hint(of, group in stacked, group in counting)
     own = tuple(dict.fromkeys(g for groups in data for g in groups if g is not None and g in space and g in sizes))
     return Groups(of_factor, sizes, names, {g: tuple(p) for g, p in holders.items()}, batch, sequence, hidden, own)
 
@@ -240,18 +242,35 @@ def _shifted(graph: OpGraph, structure: Structure, of_factor: dict[tuple[int, in
     return rolled, stages
 
 
-def _hint(names: list[str], stacked: bool) -> str:
+def _batches_of_products(graph: OpGraph, structure: Structure, of_factor: dict[tuple[int, int], int]) -> set[int]:
+    """Return the groups of dims that both operands and the result of a product have, as experts of a mixture do."""
+    found: set[int] = set()
+    for op in graph.ops:
+        if op.kind != "dot_general" or op.rule is None:
+            continue
+        shared = set.intersection(*({f for dim in dims for f in dim} for _, dims in op.sides))
+        for tensor, dims in op.sides:
+            cluster = structure.cluster_of[tensor]
+            for own, factors in zip(structure.dims_of[tensor], dims, strict=True):
+                if cluster >= 0 and own >= 0 and shared.issuperset(factors) and factors:
+                    found.add(of_factor[(cluster, own)])
+    return found
+
+
+def _hint(names: list[str], stacked: bool, counting: bool) -> str:
     """Return the first name in `_HINTS` that more than half of the parameters' names suggest for their common dim.
 
     Without one it is `dim of` the first parameter; it is empty without parameters.
 
+    - `counting`: True if the products of these matrices are independent. In a feed-forward layer such a dim counts
+      experts, also where no name says so.
     - `stacked`: True if the dim counts matrices of a parameter, as a dim of experts does. Features of an expert are
       none.
     """
     for word, pattern in _HINTS:
         if stacked or word != _EXPERTS:
             if names and sum(bool(pattern.search(name)) for name in names) * 2 > len(names):
-                return word
+                return _EXPERTS if word == "ffn" and counting else word
     return f"dim of {names[0]}" if names else ""
 
 

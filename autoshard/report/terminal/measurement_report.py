@@ -10,13 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.base.units import format_bytes, format_seconds
-from autoshard.exec import Judged, Refinement
+from autoshard.exec import GROSS, Judged, Refinement
 from autoshard.planning import Plan, mesh_words
 from autoshard.report.display import clean
-
-
-UNDECIDED = 0.1
-"""Largest allowed difference, as a share of a tensor's maximum, that still shows that a planned step agrees."""
 
 
 def measurement_report(plan: Plan, figures: Mapping[str, Any]) -> RenderableType:
@@ -41,7 +37,7 @@ def measurement_report(plan: Plan, figures: Mapping[str, Any]) -> RenderableType
     for time in figures["collectives"].get("times", ()):
         name = Text(f"{time['kind']} over {clean(', '.join(time['axes']))} (time, waiting included)")
         table.add_row(name, _predicted_time(plan, time), format_seconds(time["seconds"]))
-    parts: list[RenderableType] = [title, Text(), table]
+    parts: list[RenderableType] = [title, Text(), table, *_outside_band(plan, figures["step_time_s"])]
     if figures.get("profiler"):
         parts.append(Text(f"No time of each collective: {clean(figures['profiler'], 300)}", style="dim"))
     if figures.get("eager"):
@@ -52,6 +48,17 @@ def measurement_report(plan: Plan, figures: Mapping[str, Any]) -> RenderableType
         parts += [Text(), _check(figures)]
         parts += [_edge(name, edge) for name, edge in figures["edges"].items()]
     return Group(*parts)
+
+
+def _outside_band(plan: Plan, measured_s: float) -> list[RenderableType]:
+    """Return a sentence if the measured time is outside of the factor that the plan states for some of its ops."""
+    factor, predicted_s = plan.time_within, plan.prediction.step_time_s
+    if factor is None or min(predicted_s, measured_s) <= 0:
+        return []
+    if max(predicted_s / measured_s, measured_s / predicted_s) <= factor:
+        return []
+    unsure = ", ".join(f"{each.ops} ({each.time_share:.0%} of the predicted step)" for each in plan.unsure)
+    return [Text(f"The measured step is outside of the factor {factor:.1f} that the plan states for {clean(unsure)}.")]
 
 
 def _predicted_time(plan: Plan, time: Mapping[str, Any]) -> str:
@@ -116,14 +123,19 @@ def _check(figures: Mapping[str, Any]) -> Text:
     """Return the verdict of the comparison with the unplanned run, and the differences that are allowed."""
     passed = figures["passed"]
     allowed = figures["worst_allowed"]
-    undecided = passed and allowed > UNDECIDED
+    undecided = passed and allowed > GROSS
     text = Text("AGREES" if passed else "DIFFERS", style="bold green" if passed else "bold red")
     if undecided:
         text = Text("UNDECIDED", style="bold yellow")
     words = " in this precision: " if undecided else " with the unplanned run: "
+    exact, rounding = figures.get("float64"), figures.get("rounding", False)
     words += f"{'the largest' if passed else 'a'} difference is "
     words += f"{figures['worst_rel_diff']:.1e} of a tensor's maximum (at {clean(figures['worst'])}); "
-    words += f"{allowed:.0e} is allowed there"
+    words += (
+        f"both agree to {exact:.0e} in float64, so it is rounding" if rounding else f"{allowed:.0e} is allowed there"
+    )
+    if exact is not None and not rounding:
+        words += f"; in float64 the largest difference is {exact:.1e}"
     if allowed > figures["tolerance"]:
         words += ", twice the rounding of the unplanned step itself"
     if undecided:
@@ -131,7 +143,7 @@ def _check(figures: Mapping[str, Any]) -> Text:
     if figures["noise"]:
         words += f"; {_listed(figures['noise'])} rounding noise alone, in both"
     text.append(words, style="not bold default")
-    if figures.get("floor_note"):
+    if figures.get("floor_note") and not rounding:
         text.append(f"; no more, since {clean(figures['floor_note'], 200)}", style="not bold default")
     return text
 

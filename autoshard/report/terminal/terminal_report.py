@@ -67,7 +67,10 @@ class _Report:
         yield from _section("Plan", Text("\n").join(Text(f"  {clean(line)}") for line in plan.words))
         yield from _section("Fixed beforehand", _bullets(fixed_lines(plan)))
         yield from _section("Priced for compiler flags", _bullets(_flag_lines(plan)))
-        yield from _section("Largest parameters", _parameters(plan, options.max_width))
+        weights = [name for name in plan.arguments if plan.is_weight(name)]
+        inputs = [name for name, role in plan.roles.items() if role == "batch"]
+        yield from _section("Largest parameters", _split_table(plan, "parameter", weights, options.max_width))
+        yield from _section("Inputs", _split_table(plan, "input", inputs, options.max_width))
         yield from _section("Step time", _time(plan.prediction))
         yield from _section("Pipeline", schedule_report(plan))
         yield from _section("Memory of one device at the peak", _memory(plan))
@@ -216,13 +219,12 @@ def _name(text: str, width: int | None = None, style: str = "") -> Text:
     return Text(clean(text, width), style=style, no_wrap=True, overflow="ellipsis")
 
 
-def _parameters(plan: Plan, width: int) -> RenderableType | None:
-    """Return the table of the largest parameters; None without parameters.
+def _split_table(plan: Plan, title: str, names: Sequence[str], width: int) -> RenderableType | None:
+    """Return the table of the largest of some arguments, with their splits; None without arguments.
 
-    Weights of several layers with the same shape, spec and dtype share a row, and their bytes are summed. Rows are
+    Arguments of several layers with the same shape, spec and dtype share a row, and their bytes are summed. Rows are
     ordered by total bytes, the largest first, at most `PARAMETERS`. `width` is that of the terminal in characters.
     """
-    names = [name for name in plan.arguments if plan.is_weight(name)]
     groups = fold(names, key=lambda name: (plan.shapes[name], plan.arguments[name], plan.dtypes[name]))
     if not groups:
         return None
@@ -231,7 +233,7 @@ def _parameters(plan: Plan, width: int) -> RenderableType | None:
         size = len(members) * tensor_bytes(plan.shapes[members[0]], plan.dtypes[members[0]])
         rows.append((size, shown, members))
     rows.sort(key=lambda row: -row[0])
-    table = _table("parameter", "split shape", "a device holds", left=2)
+    table = _table(title, "split shape", "a device holds", left=2)
     for size, shown, members in rows[:PARAMETERS]:
         spec, shape = plan.arguments[members[0]], plan.shapes[members[0]]
         shards = spec.shards(plan.mesh)
@@ -374,7 +376,7 @@ def _recipes(plan: Plan) -> RenderableType | None:
 def _meshes(plan: Plan) -> RenderableType | None:
     """Return the table of at most `MESHES` meshes that the search did not choose; None without any.
 
-    The first of `plan.meshes` is the chosen one. A mesh that was not priced has a blank step time.
+    The first of `plan.meshes` is the chosen one. A mesh that was not solved has the bound of its step time, if known.
     """
     others = plan.meshes[1:]
     if not others:
@@ -384,7 +386,8 @@ def _meshes(plan: Plan) -> RenderableType | None:
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("why not")
     for tried in others[:MESHES]:
-        step = "" if tried.step_time_s is None else format_seconds(tried.step_time_s)
+        bound = "" if tried.bound_s is None else f">= {format_seconds(tried.bound_s)}"
+        step = bound if tried.step_time_s is None else format_seconds(tried.step_time_s)
         table.add_row(Text(clean(tried.mesh)), step, Text(clean(tried.verdict)))
     body: list[RenderableType] = [Padding(table, (0, 0, 0, 2))]
     if len(others) > MESHES:

@@ -23,9 +23,12 @@ from autoshard.exec.ahead import ahead_process as room
 from autoshard.exec.ahead.ahead_process import libtpu_topology, parse_out_of_memory
 from autoshard.exec.ahead.compile_plans import report
 from autoshard.exec.ahead.compile_targets import Compiled
+from autoshard.exec.ahead.time_band import outside_band
 from autoshard.exec.hlo.compiled_collectives import plan_mesh, read_collectives
+from autoshard.exec.hlo.schedule_clock import Busy
 from autoshard.exec.hlo.unforeseen import unforeseen
 from autoshard.planning import Collective, Options, Plan, make_plan
+from autoshard.planning.record.plan_parts import Unsure
 from autoshard.program import trace
 from tests.exec import planned_programs as made
 from tests.exec.ahead.fake_compiler import FakeCompiler
@@ -159,8 +162,9 @@ def test_a_program_that_fits(program):
     assert compilation.wire_compiled == {"model": 32 * 128 * 4}
     assert compilation.estimate is not None and compilation.estimate.step_time_s > 0
     assert compilation.flops is not None and compilation.flops.model_ratio == 0
-    assert [w[:69] for w in compilation.warnings] == [
-        "the compiled program does 0.00 x the matrix flops of the traced one: "
+    assert [w[:50] for w in compilation.warnings] == [
+        "the compiled program does 0.00 x the matrix flops ",
+        "the compiled step takes 13.5 us, and not the 1 ms ",
     ]
     figures = compile_figures(compilation)
     assert set(figures) >= {"verdict", "peak_bytes", "wire_bytes", "step_time_s", "unforeseen", "compile_s"}
@@ -174,6 +178,27 @@ def test_a_program_that_fits(program):
     assert any("all-reduce over model: 16.00 KiB (sync)" in line for line in lines)
     assert figures["peak_bytes"] == {"predicted": plan.prediction.peak_bytes, "compiled": 150, "reserved": 170}
     assert lines[1].endswith("compiled 150 B; the program reserves 170 B")
+
+
+def test_a_compiled_time_outside_of_the_stated_factor_is_told_with_its_op(program):
+    plan = planned(program)
+    timed = report(program, plan, Compiled(hlo(), MEMORY, 1.5, None, None, "")).estimate
+    assert timed is not None
+    unsure = (Unsure("convolutions", 0.9, 0.5, 1.4, 1.2, 7),)
+    spans = (Busy("jit(step)/conv_general_dilated.3", "compute", 0.0, 0.03), Busy("add", "compute", 0.03, 0.002))
+    timed = dataclasses.replace(timed, step_time_s=0.0388, exposed_comm_s=0.001, spans=spans)
+
+    def foreseen(seconds: float, **changes: Any) -> Plan:
+        return dataclasses.replace(
+            plan, prediction=dataclasses.replace(plan.prediction, step_time_s=seconds), **changes
+        )
+
+    (sentence,) = outside_band(foreseen(0.0275, unsure=unsure), timed)
+    assert sentence.startswith("the compiled step takes 38.8 ms, and not the 27.5 ms of the plan within a factor 1.4")
+    assert "most of the difference is conv_general_dilated, 30 ms as compiled and 0 s in the plan" in sentence
+    assert not outside_band(foreseen(0.0288, unsure=unsure), timed)
+    # Without a stated factor the usual one holds, if the estimator is sure enough.
+    assert not outside_band(foreseen(0.0320), timed) and "that is usual" in outside_band(foreseen(0.005), timed)[0]
 
 
 def test_the_compilers_own_remat_is_reported(program):

@@ -10,7 +10,6 @@ import pytest
 
 from autoshard.exec import measure
 from autoshard.exec.run.check_inputs import narrow_rounding, noise_floor, rounding_floor
-from autoshard.exec.run.exact_step import exact_floor
 from autoshard.exec.run.result_check import compare
 from autoshard.program import Program, trace
 from tests.exec.planned_programs import handmade
@@ -151,28 +150,3 @@ def test_orders_are_tried_until_the_noise_is_enough() -> None:
     most, _ = noise_floor(program, run, (W, X), [np.asarray(fn(W, X))])
     assert len(runs) == 8 and most[0] >= first[0]
     assert len({leaves[1].tobytes() for leaves in runs}) == 8
-
-
-def test_the_rounding_of_a_step_is_its_distance_from_float64() -> None:
-    """Compare a sum that cancels, whose error no order of the examples shows."""
-
-    def step(w: Any, x: Any) -> Any:
-        return w - (jnp.cumsum(x * 1e4, axis=1)[:, -1] - x.sum(1) * 1e4).mean() * w, (x * w).sum()
-
-    program = trace(step, [f32(16), f32(64, 16)], name="step")
-    given = (W[:, 0], X)
-    out = [np.asarray(leaf) for leaf in jax.tree.leaves(step(*given))]
-    found = exact_floor(program, given, out, [0.0, 0.0], False)
-    with jax.enable_x64(True):
-        exact = [np.asarray(leaf) for leaf in jax.tree.leaves(step(*(value.astype(np.float64) for value in given)))]
-    assert found[0] == pytest.approx(np.abs(exact[0] - out[0]).max(), rel=1e-2) and found[0] > 0
-    assert exact_floor(program, given, out, [0.5, 0.5], True) == [0.5, 0.5]
-
-
-def test_what_another_branch_computes_in_float64_is_no_rounding() -> None:
-    def step(w: Any, x: Any) -> Any:
-        return w, jnp.where(x.sum() + jnp.float32(0.1) * 3 == jnp.float32(0.3), 1.0, 2.0) * x.sum()
-
-    program = trace(step, [f32(16), f32(64, 16)], name="step")
-    out = [W[:, 0], np.float32(123.0)]
-    assert exact_floor(program, (W[:, 0], X), out, [0.0, 0.0], False) == [0.0, 0.0]

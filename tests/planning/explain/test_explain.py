@@ -2,10 +2,14 @@
 
 import dataclasses
 import functools
+import io
 import json
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
+from rich.console import Console
 
 from autoshard.cli import main
 from autoshard.cost import Topology, flag_set, load_calibration, with_flags
@@ -24,8 +28,8 @@ from autoshard.planning import (
     save_plan,
 )
 from autoshard.planning.explain.explanation import named
-from autoshard.program import Program, open_source
-from autoshard.report.terminal.explanation_report import step_limits
+from autoshard.program import Program, open_source, trace
+from autoshard.report.terminal.explanation_report import explanation_report, step_limits
 from tests.planning.programs import wide_mlp
 
 
@@ -62,7 +66,33 @@ def test_the_choice_comes_first_and_the_rest_by_time(solve: bool) -> None:
     for one in others:
         if one.delta_s is not None:
             assert one.delta_s >= -gap - 1e-12, "nothing is better than the certified bound"
-    assert any(one.how == "solved" for one in others) == solve
+    assert not solve or any(one.how == "solved" for one in others)
+
+
+def test_specs_that_the_fixed_decisions_exclude_are_solved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Explain a weight that is gathered before use: in its own spec alone does that gather go on."""
+
+    def step(w, batch):
+        def loss(w):
+            return jnp.mean((jax.nn.gelu(batch["x"] @ w["up"]) @ w["down"] - batch["y"]) ** 2)
+
+        return jax.tree.map(lambda p, g: p - g, w, jax.grad(loss)(w))
+
+    def array(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    w = {"up": array(8192, 32768), "down": array(32768, 8192)}
+    program = trace(step, (w, {"x": array(65536, 8192), "y": array(65536, 8192)}), name="step")
+    plan = make_plan(program, Options(topology="v5e:4x4", mesh="data=4,model=4")).plan
+    rows = explain_plan(plan, "w.up", program).alternatives
+    assert len(rows) > 8 and sum(one.step_time_s is not None for one in rows) > 4
+    assert any(one.how == "solved" and not one.chosen for one in rows)
+    monkeypatch.setattr("autoshard.planning.explain.explanation.FREED_S", -1.0)
+    others = explain_plan(plan, "w.up", program).alternatives
+    assert {one.step_time_s for one in others if one.how == "unsolved"} == {None}
+    text = io.StringIO()
+    Console(file=text, width=200).print(explanation_report(explain_plan(plan, "w.up", program)))
+    assert "needs other decisions beside it: add --solve" in text.getvalue()
 
 
 def test_fixed_decisions_never_beat_solved_ones() -> None:

@@ -101,5 +101,36 @@ def test_features_of_one_expert_are_not_called_experts() -> None:
         return set(made.groups(made.model_of(program, "cpu:8", "data=4,model=2")).names.values())
 
     assert "experts" in names({"experts_in": (4, 16, 32)}, "bh,ehf->bef")
+    assert "experts" not in names({"w_up": (4, 16, 32)}, "bh,ehf->bef")  # gates side by side
     listed = names({"experts.0.weight": (16, 32), "experts.1.weight": (16, 32)}, "bh,hf->bf")
     assert "experts" not in listed and any(name.startswith("dim of params.experts.0") for name in listed)
+
+
+def test_feed_forward_weights_that_each_take_tokens_of_their_own_are_experts() -> None:
+    def step(params: dict[str, jax.Array], x: jax.Array) -> dict[str, jax.Array]:
+        def loss(params: dict[str, jax.Array]) -> jax.Array:
+            tokens = jnp.einsum("bh,be->ebh", x, jax.nn.softmax(x @ params["router"]))
+            inner = jax.nn.relu(jnp.einsum("ebh,ehf->ebf", tokens, params["w_up"]))
+            return (jnp.einsum("ebf,efh->bh", inner, params["w_down"]) ** 2).sum()
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    shapes = {"router": (64, 8), "w_up": (8, 64, 256), "w_down": (8, 256, 64)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    program = autoshard.trace(step, (params, jax.ShapeDtypeStruct((128, 64), jnp.float32)))
+    groups = made.groups(made.model_of(program, "cpu:8", "data=4,model=2"))
+    names = {groups.sizes[g]: name for g, name in groups.names.items() if groups.parameters.get(g)}
+    assert (names[8], names[256]) == ("experts", "ffn")
+
+
+def test_inputs_that_stand_whole_beside_a_split_batch_are_told() -> None:
+    model = made.model("wide mlp", "v5e:4x4", "data=4,model=4")
+    groups = made.groups(model)
+    choices = choose(model, {"data": "batch"}, {})
+    assert not any("whole" in line for line in describe(model, groups, choices))
+    names = []
+    for tensor, argument in zip(model.graph.arguments, model.program.arguments, strict=True):
+        if argument.role is Role.BATCH:
+            names.append(argument.name)
+            choices[model.cluster_node[model.structure.cluster_of[tensor]]] = 0
+    assert f"{' and '.join(names)} whole on every device" in describe(model, groups, choices)
