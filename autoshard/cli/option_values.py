@@ -31,6 +31,19 @@ def texts(text: str) -> list[str]:
     return list(dict.fromkeys(parts))
 
 
+def option(text: str) -> tuple[str, str | float | bool]:
+    """Parse `KEY=VALUE` into the key and a number, a truth value or a text."""
+    key, equals, value = (part.strip() for part in text.partition("="))
+    if not (key and equals and value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    if value.lower() in ("true", "false"):
+        return key, value.lower() == "true"
+    for read in (int, float):
+        with contextlib.suppress(ValueError):
+            return key, read(value)
+    return key, value
+
+
 def numbers(text: str) -> list[int]:
     """Parse a list `8,16,...` of positive whole numbers."""
     return [positive(part) for part in texts(text)]

@@ -134,7 +134,7 @@ def run_validate(arguments: argparse.Namespace, answer: TextIO) -> int:
     need_no_accelerator()  # models are rebuilt, never run
     if arguments.pairs:
         return _validate_pairs(arguments, answer)
-    for flag in ("compile", "only"):
+    for flag in ("compile", "only", "assume"):
         if getattr(arguments, flag):
             raise UserError(f"--{flag} is for measured pairs: write `validate --pairs --{flag} ...`.")
     for flag in ("html", "plot"):
@@ -175,7 +175,7 @@ def _validate_pairs(arguments: argparse.Namespace, answer: TextIO) -> int:
     with show_progress(arguments) as progress:
         path = None if arguments.pairs is True else arguments.pairs
         judge = compile_pairs if arguments.compile else validate_pairs
-        groups = judge(path, progress, only=arguments.only or ())
+        groups = judge(path, progress, only=arguments.only or (), assume=dict(arguments.assume or ()))
     if arguments.html:
         write_pair_page(groups, arguments.html)
     if arguments.plot:
@@ -190,9 +190,9 @@ def _validate_pairs(arguments: argparse.Namespace, answer: TextIO) -> int:
 def _validate_gpu_pairs(arguments: argparse.Namespace, answer: TextIO) -> int:
     """Compare predictions with measured runs on GPUs, and print them; return 0.
 
-    Raises `UserError` for the flags `--compile`, `--html` and `--plot`.
+    Raises `UserError` for the flags `--compile`, `--html`, `--plot` and `--assume`.
     """
-    for flag in ("compile", "html", "plot"):
+    for flag in ("compile", "html", "plot", "assume"):
         if getattr(arguments, flag):
             raise UserError(f"--{flag} is for measured plans of TPUs; {arguments.pairs} has runs on GPUs.")
     from autoshard.validation import gpu_pair_figures, gpu_pair_report, validate_gpu_pairs

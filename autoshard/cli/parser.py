@@ -26,7 +26,7 @@ from autoshard.cli.option_groups import (
     add_planning,
     add_program,
 )
-from autoshard.cli.option_values import latency, positive, prices, seconds, texts, tokens, tolerance, whole
+from autoshard.cli.option_values import latency, option, positive, prices, seconds, texts, tokens, tolerance, whole
 from autoshard.cli.session import add_on
 from autoshard.errors import UserError
 
@@ -411,6 +411,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     validate.add_argument(
         "--only", type=texts, metavar="NAME,...", help="with --pairs: groups whose names contain these"
+    )
+    validate.add_argument(
+        "--assume",
+        type=option,
+        action="append",
+        metavar="KEY=VALUE",
+        help="with --pairs: for rows that do not state this key; may be repeated",
     )
     validate.add_argument(
         "--compile", action="store_true", help="with --pairs: by the TPU compiler and its schedule, a minute a row"

@@ -94,19 +94,23 @@ class GpuRun:
     chunks: int = 1
     """Chunks of layers in a stage of an interleaved schedule."""
     dtype: str = "bf16"
-    """dtype of matmuls."""
+    """dtype of a layer's matmuls; with `fp8` those of the head and of attention have 16 bits."""
     reduced_bytes: int = 0
     """Bytes of one element of a gradient when it is summed over replicas; 0 for the framework's."""
     stated_batch: int = 0
     """Sequences of a step according to the source; 0 if the source does not state it."""
     ep: int = 1
     """GPUs that divide a layer's experts, of the `dp * tp` of a stage; tokens are sent to them and back."""
+    cp: int = 1
+    """GPUs that divide a sequence (context parallelism), each with equally many scores."""
 
     def __post_init__(self) -> None:
         """Check degrees, stated batch, ZeRO stage and recomputation. Raises: UserError for the first that is wrong."""
-        if self.dp * self.tp * self.pp != self.topology.num_devices:
+        product = self.replicas * self.tp * self.pp
+        if product != self.topology.num_devices:
+            context = f" x cp {self.cp}" if self.cp > 1 else ""
             raise UserError(
-                f"dp {self.dp} x tp {self.tp} x pp {self.pp} = {self.dp * self.tp * self.pp}, but {self.topology.name} "
+                f"dp {self.dp} x tp {self.tp} x pp {self.pp}{context} = {product}, but {self.topology.name} "
                 f"has {self.topology.num_devices} GPUs"
             )
         if self.stated_batch and self.batch != self.stated_batch:
@@ -118,10 +122,20 @@ class GpuRun:
             raise UserError(f"ZeRO stage {self.zero} does not exist; stages are 0, 1, 2 and 3")
         if self.recompute not in ("none", "selective", "full"):
             raise UserError(f"recomputation {self.recompute!r} is not priced; known are none, selective and full")
-        if self.dp * self.tp % self.ep:
+        if self.replicas * self.tp % self.ep:
             raise UserError(f"ep {self.ep} does not divide dp {self.dp} x tp {self.tp}")
         if self.decoder.experts % self.ep:
             raise UserError(f"ep {self.ep} does not divide the {self.decoder.experts} experts")
+
+    @property
+    def replicas(self) -> int:
+        """GPUs with copies of the same parameters before ZeRO divides them: those of `dp` and `cp`."""
+        return self.dp * self.cp
+
+    @property
+    def micro_tokens(self) -> float:
+        """Tokens of a microbatch on one GPU."""
+        return self.micro_batch * self.seq / self.cp
 
     @property
     def batch(self) -> int:
@@ -136,7 +150,7 @@ class GpuRun:
     @property
     def expert_replicas(self) -> int:
         """GPUs of a stage that hold the same experts before ZeRO divides them."""
-        return self.dp * self.tp // self.ep
+        return self.replicas * self.tp // self.ep
 
     def split_parameters(self, layers: float, tables: float = 0) -> tuple[tuple[float, int], ...]:
         """Return parameters that one GPU holds before ZeRO, with the number of its replicas: dense ones, then experts.
@@ -145,11 +159,11 @@ class GpuRun:
         """
         decoder = self.decoder
         if decoder.experts == 1:
-            return (((layers * decoder.dense_layer_params + tables * decoder.table_params) / self.tp, self.dp),)
+            return (((layers * decoder.dense_layer_params + tables * decoder.table_params) / self.tp, self.replicas),)
         router = decoder.width * decoder.experts
         dense = (layers * decoder.attention_params + tables * decoder.table_params) / self.tp + layers * router
         experts = layers * decoder.experts * decoder.expert_params / self.ep
-        return ((dense, self.dp), (experts, self.expert_replicas))
+        return ((dense, self.replicas), (experts, self.expert_replicas))
 
     @property
     def eager(self) -> EagerFramework:

@@ -111,9 +111,9 @@ class GpuPrices:
         self.figures = figures or host_figures()
         self.machine = machine or MachinePrices(run.topology)
         self.compute = self.machine.compute
-        self.wires = self.machine.wires(pp=run.pp, dp=run.dp, tp=run.tp)
+        self.wires = self.machine.wires(pp=run.pp, dp=run.replicas, tp=run.tp)
         self.expert_wires = self.machine.wires(pp=run.pp, replicas=run.expert_replicas, ep=run.ep)
-        self.tokens = run.micro_batch * run.seq
+        self.tokens = run.micro_tokens
         self.spread = run.tp if run.eager.sequence_parallel else 1
         """Parts into which the residual stream is cut."""
         self.routed = self.tokens / self.spread * run.decoder.active_experts
@@ -132,9 +132,13 @@ class GpuPrices:
         shares = [(*dense, self.wires, "dp"), *((*each, self.expert_wires, "replicas") for each in experts)]
         return [(held, wires, axis) for held, replicas, wires, axis in shares if replicas > 1]
 
-    def matmul(self, m: float, n: float, k: float, count: int = 1) -> float:
-        """Return the seconds of `count` matmuls `[m, k] x [k, n]` in the run's dtype, with traffic and overhead."""
-        return self.machine.dot_seconds(m, n, k, count, self.run.dtype)
+    def matmul(self, m: float, n: float, k: float, count: int = 1, wide: bool = False) -> float:
+        """Return the seconds of `count` matmuls `[m, k] x [k, n]` in the run's dtype, with traffic and overhead.
+
+        With `wide` operands of 8 bits are excluded, as for the head.
+        """
+        dtype = self.run.dtype
+        return self.machine.dot_seconds(m, n, k, count, "bf16" if wide and dtype == "fp8" else dtype)
 
     def streamed(self, size_bytes: float, ops: float) -> float:
         """Return the seconds of `ops` kernels that stream `size_bytes` in all, with their overheads."""
@@ -185,7 +189,7 @@ class GpuPrices:
         """
         run, decoder = self.run, self.run.decoder
         heads = decoder.heads / run.tp
-        scores = run.micro_batch * heads * run.seq * run.seq
+        scores = run.micro_batch * heads * run.seq * run.seq / run.cp
         if run.eager.attention != "scores":
             peak = run.topology.peak_flops("bf16")
             rate = peak * self.figures.attention_efficiency[run.eager.attention][run.topology.chip.name]
@@ -198,6 +202,21 @@ class GpuPrices:
         ]
         return sum(pair) * (2 if backward else 1)
 
+    def _context(self, backward: bool) -> float:
+        """Return the seconds of attention with the ring over `cp` that brings all keys and values to every GPU.
+
+        The backward pass sends their gradients around too. Transfers overlap with attention and
+        compete with it for multiprocessors, as all collectives do with compute.
+        """
+        run, decoder, attention = self.run, self.run.decoder, self._attention(backward)
+        if run.cp == 1:
+            return attention
+        size = 2 * 2.0 * run.micro_batch * run.seq * decoder.kv_heads * decoder.head_size / run.tp
+        wires = self.machine.wires(pp=run.pp, dp=run.dp, cp=run.cp, tp=run.tp)
+        sent = float(wires.time("all-gather", ("cp",), size))
+        sent += float(wires.time("reduce-scatter", ("cp",), size)) if backward else 0.0
+        return max(attention, sent) + self.figures.contention * min(attention, sent)
+
     def _elementwise(self, backward: bool) -> float:
         """Return the device seconds of a layer's kernels other than matmuls and attention, for one microbatch."""
         run, decoder = self.run, self.run.decoder
@@ -209,7 +228,7 @@ class GpuPrices:
             # Rows are read and written at 2 bytes an element when they are sorted by expert, and when they return.
             size += self.routed * (each["ffn"] * decoder.expert_inner + 8.0 * decoder.width)
         size += each["rotary"] * self.tokens * decoder.heads * decoder.head_size / run.tp
-        size += each["scores"] * run.micro_batch * decoder.heads / run.tp * run.seq * run.seq
+        size += each["scores"] * run.micro_batch * decoder.heads / run.tp * run.seq * run.seq / run.cp
         ops = run.eager.backward_ops if backward else run.eager.forward_ops
         # About eight ops are matmuls and attention, whose prices contain their own overhead.
         return self.streamed(size * self.figures.eager_traffic, max(0, ops - 8))
@@ -231,7 +250,7 @@ class GpuPrices:
         """Price one layer of one microbatch, forward, with its gathers and scatters, or sums, over `tp`."""
         matmuls = self._matmuls()
         device = sum(self.matmul(each.rows, each.columns, each.contracted, each.count) for each in matmuls)
-        device += self._attention(False) + self._elementwise(False) + self._exchanges()
+        device += self._context(False) + self._elementwise(False) + self._exchanges()
         if self.run.tp > 1:
             size = 2.0 * self.tokens * self.run.decoder.width
             if self.run.eager.sequence_parallel:
@@ -264,7 +283,7 @@ class GpuPrices:
     def layer_backward(self) -> Pass:
         """Price the gradients of one layer of one microbatch, and their addition to the buffer; no recomputation."""
         run = self.run
-        device = self._attention(True) + self._elementwise(True) + self._exchanges()
+        device = self._context(True) + self._elementwise(True) + self._exchanges()
         size = 2.0 * self.tokens * run.decoder.width
         for each in self._matmuls():
             m, n, k = each.rows, each.columns, each.contracted
@@ -304,12 +323,11 @@ class GpuPrices:
         device = self.streamed(each["logits"] * self.tokens * columns * self.figures.eager_traffic, 8)
         size = 2.0 * self.tokens * decoder.width
         if backward:
-            device += self.matmul(self.tokens, decoder.width, columns) + self.matmul(
-                decoder.width, columns, self.tokens
-            )
+            device += self.matmul(self.tokens, decoder.width, columns, wide=True)
+            device += self.matmul(decoder.width, columns, self.tokens, wide=True)
             device += self._accumulated(decoder.table_params / run.tp)
         else:
-            device += self.matmul(self.tokens, columns, decoder.width)
+            device += self.matmul(self.tokens, columns, decoder.width, wide=True)
         if run.tp > 1:
             device += self.collective("all-gather", "tp", size)
             device += 3 * self.collective("all-reduce", "tp", 4.0 * self.tokens)

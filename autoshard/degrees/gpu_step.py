@@ -148,7 +148,7 @@ def _stage_bytes(run: GpuRun, stage: GpuStage, place: int) -> float:
         copies = 2.0 if eager.gradient_copies and replicas > 1 else 0.0
         # Float32 parameter and two moments; the gradient; the 16-bit parameter. Each is split from its ZeRO stage on.
         state += parameters * (12.0 / over[0] + eager.gradient_bytes / over[1] + 2.0 / over[2] + copies)
-    tokens = run.micro_batch * run.seq
+    tokens = run.micro_tokens
     spread = run.tp if eager.sequence_parallel else 1
     routed = tokens / spread * decoder.active_experts
     saved_bytes = eager.kept_bytes
@@ -160,7 +160,7 @@ def _stage_bytes(run: GpuRun, stage: GpuStage, place: int) -> float:
     else:
         # Rows sorted by expert, and the rows that return, have 2 bytes an element.
         layer += routed * (saved_bytes["ffn"] * decoder.expert_inner + 4.0 * decoder.width)
-    layer += saved_bytes["scores"] * run.micro_batch * decoder.heads / run.tp * run.seq * run.seq
+    layer += saved_bytes["scores"] * run.micro_batch * decoder.heads / run.tp * run.seq * run.seq / run.cp
     flying = stage.layers * waiting(run, place)
     if run.recompute == "none":
         activations = layer * flying
@@ -178,7 +178,7 @@ def _selective_bytes(run: GpuRun) -> float:
     These are 16-bit results: the input; queries, values, attention, `gate` and `down` (`GpuPrices.layer_selective`);
     with `tp` the two scattered sums. Experts save the rows after both exchanges.
     """
-    decoder, tokens = run.decoder, run.micro_batch * run.seq
+    decoder, tokens = run.decoder, run.micro_tokens
     spread = run.tp if run.eager.sequence_parallel else 1
     queries, keys = decoder.heads * decoder.head_size, decoder.kv_heads * decoder.head_size
     elements = tokens * (decoder.width / spread + (2 * queries + keys) / run.tp)

@@ -5,7 +5,8 @@ The step times show if the compiled schedules order the plans as hardware does.
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.exec.ahead.compile_plans import CompileReport, Verdict, compile_plan
@@ -21,6 +22,7 @@ def compile_pairs(
     *,
     time_limit: float = 600.0,
     only: Sequence[str] = (),
+    assume: Mapping[str, Any] | None = None,
 ) -> tuple[PairGroup, ...]:
     """Compile the plans of each group that ran on TPUs, and predict times from the compiled schedules.
 
@@ -32,9 +34,10 @@ def compile_pairs(
     - `progress`: called with a line of text for each run.
     - `time_limit`: seconds for compiling one row.
     - `only`: texts; groups whose names contain none of them are left out.
+    - `assume`: options for rows that cannot be rebuilt without them.
     """
     say = progress or (lambda line: None)
-    groups = [group for group in read_groups(path, only) if group.on_tpu]
+    groups = [group for group in read_groups(path, only, assume) if group.on_tpu]
     if not groups:
         raise UserError("none of the groups ran on TPUs: there is nothing to compile.")
     results: dict[Run, CompileReport | str] = {}
@@ -73,5 +76,4 @@ def _row(row: MeasuredPlan, seen: dict[Run, CompileReport | str], time_limit: fl
         predicted_bytes=result.peak_compiled,
         fits=result.verdict is not Verdict.DOES_NOT_FIT,
         skipped="" if result.estimate is not None else "the compiler says that it does not fit",
-        assumed=run.assumed,
     )

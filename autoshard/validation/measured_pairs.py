@@ -8,10 +8,14 @@ import itertools
 import math
 import pathlib
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from autoshard.degrees.gpu_run import GpuRun
+from autoshard.degrees.gpu_stage import host_figures
+from autoshard.degrees.gpu_step import price_step
 from autoshard.errors import UserError
 from autoshard.planning.price.evaluate import evaluate
 from autoshard.validation.pair_rows import MeasuredGroup, MeasuredPlan, read_groups
@@ -55,6 +59,8 @@ class PairRow:
     """Reason why there is no prediction; empty otherwise."""
     assumed: tuple[str, ...] = ()
     """Choices of the rebuilt run that its source leaves open."""
+    note: str = ""
+    """Labels of the row, which change no price."""
 
     @classmethod
     def measured(cls, row: MeasuredPlan) -> "PairRow":
@@ -62,8 +68,9 @@ class PairRow:
         rebuilt.
         """
         return cls(
-            row.plan, row.choice, row.step_s, measured_bytes=row.peak_bytes, measured_fits=row.fits, skipped=row.skipped
-        )
+            row.plan, row.choice, row.step_s, measured_bytes=row.peak_bytes, measured_fits=row.fits,
+            skipped=row.skipped, assumed=row.assumed, note=row.note,
+        )  # fmt: skip
 
     @property
     def ran(self) -> bool:
@@ -162,16 +169,20 @@ class PairGroup:
 
 
 def validate_pairs(
-    path: str | pathlib.Path | None = None, progress: Callable[[str], None] | None = None, only: Sequence[str] = ()
+    path: str | pathlib.Path | None = None,
+    progress: Callable[[str], None] | None = None,
+    only: Sequence[str] = (),
+    assume: Mapping[str, Any] | None = None,
 ) -> tuple[PairGroup, ...]:
     """Rebuild and price every row of a file of groups (default: the shipped file).
 
     Rows that cannot be rebuilt are skipped, with the reason. Groups whose names contain none of the texts in `only` are
-    left out; an empty `only` leaves out none. `progress` receives a line of text for each group.
+    left out; an empty `only` leaves out none. `progress` receives a line of text for each group. `assume` has options
+    for rows that cannot be rebuilt without them.
     Raises: `UserError` for a file that cannot be read, and if no group is left.
     """
     say = progress or (lambda line: None)
-    groups = read_groups(path, only)
+    groups = read_groups(path, only, assume)
     priced = []
     for number, group in enumerate(groups):
         say(f"{number + 1}/{len(groups)} {group.group}")
@@ -181,22 +192,25 @@ def validate_pairs(
 
 def _priced_group(group: MeasuredGroup) -> PairGroup:
     """Rebuild and price the rows of a group; equal runs are priced once."""
-    prices: dict[Run | ServingRun, tuple[float, float, int]] = {}
+    prices: dict[Run | ServingRun | GpuRun, tuple[float, float, float]] = {}
     return PairGroup.of(group, [_priced_row(group, row, prices) for row in group.rows])
 
 
 def _priced_row(
-    group: MeasuredGroup, row: MeasuredPlan, prices: dict[Run | ServingRun, tuple[float, float, int]]
+    group: MeasuredGroup, row: MeasuredPlan, prices: dict[Run | ServingRun | GpuRun, tuple[float, float, float]]
 ) -> PairRow:
     """Rebuild and price a row; one that cannot be rebuilt is returned with the reason in `skipped`.
 
     `prices` caches seconds, seconds with figures fitted without the group's source, and peak bytes of each run.
     """
-    run, bare = row.run or row.serving, PairRow.measured(row)
+    run, bare = row.run or row.serving or row.gpu, PairRow.measured(row)
     if run is None:
         return bare
     try:
-        if run not in prices:
+        if isinstance(run, GpuRun):
+            step = price_step(run)
+            prices[run] = step.seconds, step.seconds, step.peak_bytes
+        elif run not in prices:
             serves = isinstance(run, ServingRun)
             model, choices = rebuild_serving(run) if serves else rebuild(run)
             outcome, steps = evaluate(model, choices), run.steps if serves else 1
@@ -204,15 +218,17 @@ def _priced_row(
             prices[run] = steps * outcome.step_time_s, steps * unseen, outcome.peak_bytes
     except (IncompleteError, UserError) as error:
         return dataclasses.replace(bare, skipped=str(error))
-    step, unseen, peak = prices[run]
+    seconds, unseen, peak = prices[run]
+    if math.isinf(seconds):
+        return dataclasses.replace(bare, skipped="a stage would have no layers")
+    share = host_figures().usable_share if isinstance(run, GpuRun) else 1.0
     return dataclasses.replace(
         bare,
-        predicted_s=step,
+        predicted_s=seconds,
         unseen_s=unseen,
         tokens=run.batch * run.seq,
-        predicted_bytes=peak,
-        fits=peak <= run.topology.usable_bytes,
-        assumed=run.assumed,
+        predicted_bytes=round(peak),
+        fits=peak <= share * run.topology.usable_bytes,
     )
 
 

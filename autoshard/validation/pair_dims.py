@@ -64,12 +64,35 @@ def stated_decoder(model: Any, said: Mapping[str, Any]) -> Decoder:
         raise IncompleteError(f"the MLP's width at emb {said['emb']} is not stated")
     name = next((each for each in LOCAL_WINDOWS if family.startswith(each)), None)
     window, every = LOCAL_WINDOWS[name] if name else (None, 1)
+    if window is None and dims.get("sliding_window"):
+        window, every = _sliding(dims["sliding_window"])
     if "pair" in str(model.get("note", "")) or model.get("layers_a_block") == 2:
         sizes["layers"] *= 2  # the source counts a local and a global layer as one
     if sizes["layers"] % every:
         raise IncompleteError(f"{sizes['layers']} layers are not whole groups of {every}")
     tied = bool(dims.get("tied_head", family.startswith("gemma")))
     return Decoder(**sizes, **_experts(dims), tied=tied, window=window, global_every=every, latent=latent)
+
+
+def _sliding(text: Any) -> tuple[int, int]:
+    """Return the window of local layers, and the layers of a group that ends with a global one, of `2048 on 18 of 24`.
+
+    Raises `IncompleteError` for other texts, and if the layers are no whole groups.
+    """
+    stated = re.fullmatch(r"(\d+) on (\d+) of (\d+)", str(text).strip())
+    window, local, layers = map(int, stated.groups()) if stated else (0, 0, 0)
+    if layers <= local or layers % (layers - local):
+        raise IncompleteError(f"sliding_window={text} is not rebuilt")
+    return window, layers // (layers - local)
+
+
+def _shared_count(dims: Mapping[str, Any]) -> int:
+    """Return the number of shared experts of an expert's width; `1 x 2048` are two experts of 1024."""
+    stated = re.fullmatch(r"(\d+) ?x ?(\d+)", str(dims.get("shared_experts") or "").strip())
+    width = whole_number(dims, "moe_mlp" if dims.get("moe_mlp") else "mlp")
+    if stated and int(stated[1]) * int(stated[2]) % width == 0:
+        return int(stated[1]) * int(stated[2]) // width
+    return whole_number(dims, "shared_experts") if dims.get("shared_experts") else 0
 
 
 def _experts(dims: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,13 +104,13 @@ def _experts(dims: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     if not dims.get("top_k"):
         raise IncompleteError("the number of experts for each token is not stated")
-    counts = {key: whole_number(dims, key) if dims.get(key) else 0 for key in ("shared_experts", "first_dense_layers")}
+    dense = "first_dense_layers"
     return {
         "experts": whole_number(dims, "experts"),
         "active_experts": whole_number(dims, "top_k"),
         "expert_width": whole_number(dims, "moe_mlp" if dims.get("moe_mlp") else "mlp"),
-        "shared_experts": counts["shared_experts"],
-        "dense_layers": counts["first_dense_layers"],
+        "shared_experts": _shared_count(dims),
+        "dense_layers": whole_number(dims, dense) if dims.get(dense) else 0,
         "qk_norm": bool(dims.get("qk_norm")),
     }
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from autoshard.cost import CLOCK, HIGHEST_STATE, Chip, Topology, chip_names, load_chip
+from autoshard.degrees.gpu_run import gpu_topology
 from autoshard.errors import UserError
 from autoshard.program import GroupedTiles, Pipeline, read_pipeline
 from autoshard.validation.pair_dims import whole_number
@@ -74,6 +75,8 @@ def _routing(run: Run, value: Any) -> Run:
     slots = re.search(r"dropping.*?cf ([\d.]+)", text)
     if slots is not None:
         return dataclasses.replace(run, capacity=float(slots[1]))
+    if "ring dispatch" in text and run.experts == 1:  # nothing is sent: matmuls have the size of balanced experts
+        return dataclasses.replace(run, assumed=(*run.assumed, "experts that share the tokens evenly"))
     named = re.search(r"tile \(?(\d+)[,/] ?(\d+)[,/] ?(\d+)", text)
     if named is None and re.search(r"tile|gmm", text) and "default tile" not in text:
         raise IncompleteError(f"moe={value}: tiles of kernels are not rebuilt")
@@ -258,11 +261,11 @@ def stated_topology(group: Mapping[str, Any], assumed: list[str]) -> Topology:
     that a cloud offers. Raises `IncompleteError` if no such slice is known.
     """
     chip = _chip(group)
-    if not str(group["chips"]).isdigit():
-        raise IncompleteError(f"the number of chips is not stated ({group['chips']})")
-    count, slices = int(group["chips"]), whole_number(group, "slices", 1)
+    count, slices = _chip_count(group, chip), whole_number(group, "slices", 1)
     if count % slices:
         raise IncompleteError(f"{count} chips do not make {slices} slices")
+    if chip.backend == "gpu":
+        return gpu_topology(chip.name, count)
     text, each = str(group.get("topology", "")), count // slices
     shapes = [s for s in re.findall(r"\b\d+(?:x\d+)+\b", text) if math.prod(map(int, s.split("x"))) == each]
     if not shapes:
@@ -272,6 +275,21 @@ def stated_topology(group: Mapping[str, Any], assumed: list[str]) -> Topology:
     if topology.num_chips != count:
         raise IncompleteError(f"{count} chips are stated, but {topology.name} has {topology.num_chips}")
     return topology
+
+
+def _chip_count(group: Mapping[str, Any], chip: Chip) -> int:
+    """Return the number of chips of all slices, stated as such, or by the number of JAX devices.
+
+    Raises `IncompleteError` for any other text, such as a range, and if both are stated and differ.
+    """
+    stated = re.fullmatch(r"(\d+)( ?(chips|gpus|tpus))?( \(.*\))?", str(group.get("chips", "")).strip().lower())
+    devices = whole_number(group, "devices") if "devices" in group else 0
+    if stated is None and (not devices or "chips" in group):
+        raise IncompleteError(f"the number of chips is not stated ({group.get('chips')})")
+    count = int(stated[1]) if stated else devices // chip.devices_per_chip
+    if count < 1 or (devices and devices not in (count, count * chip.devices_per_chip)):
+        raise IncompleteError(f"{group.get('chips')} chips are stated, and {devices} devices")
+    return count
 
 
 def _chip(group: Mapping[str, Any]) -> Chip:

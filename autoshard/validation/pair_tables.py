@@ -59,6 +59,7 @@ def _row_figures(row: PairRow) -> dict[str, Any]:
         "measured_fits": row.measured_fits,
         "skipped": row.skipped or None,
         "assumed": list(row.assumed),
+        "note": row.note or None,
     }
 
 
@@ -98,7 +99,8 @@ def pair_report(groups: Sequence[PairGroup]) -> RenderableType:
         if not any(row.predicted_s is not None for row in group.rows):
             continue
         parts += [Text(f"{clean(group.group)} ({clean(_device(group))})", style="bold"), _table(group)]
-        parts += [Text(_scores(group), style="dim"), Text()]
+        parts += [Text(_scores(group), style="dim")]
+        parts += [*(Text(f"assumed: {clean(line)}", style="dim") for line in _assumed(group)), Text()]
     parts += [_summary_table(groups)]
     skipped = list(_skipped(groups))
     parts += [Text(f"{len(skipped)} rows are not rebuilt:")] if skipped else []
@@ -137,6 +139,11 @@ def _table(group: PairGroup) -> Table:
             fits,
         )
     return table
+
+
+def _assumed(group: PairGroup) -> list[str]:
+    """List what the rebuilt rows of a group had to assume, each text once."""
+    return list(dict.fromkeys(text for row in group.rows if row.predicted_s is not None for text in row.assumed))
 
 
 def _yes(value: bool | None) -> str:
@@ -222,7 +229,7 @@ def write_pair_page(groups: Sequence[PairGroup], path: str | os.PathLike[str]) -
             summary=_summary_rows(groups),
             plot=_plot_text(groups),
             groups=[
-                {"group": group, "device": _device(group), "scores": _scores(group)}
+                {"group": group, "device": _device(group), "scores": _scores(group), "assumed": _assumed(group)}
                 for group in groups
                 if any(row.predicted_s is not None for row in group.rows)
             ],

@@ -88,5 +88,5 @@ def test_a_stated_plan_is_compiled_with_the_flags_that_its_row_states(tmp_path: 
 def test_shipped_groups_are_read():
     pair_groups = read_groups(PAIRS)
     assert len(pair_groups) == 40 and sum(len(each.rows) for each in pair_groups) == 195
-    assert all(row.run or row.serving or row.skipped for each in pair_groups for row in each.rows)
+    assert all(row.run or row.serving or row.gpu or row.skipped for each in pair_groups for row in each.rows)
     assert sum(each.on_tpu for each in pair_groups) == 29
