@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import Any
 
 from autoshard.base.call_rules import registrations
 from autoshard.base.processes import check_addresses
+from autoshard.base.shared_results import shared
 from autoshard.errors import ENDINGS, UserError, reason_of
 from autoshard.program.artifact import SUFFIXES, load_artifact
+from autoshard.program.config_files import read_config
 from autoshard.program.jax.host_state import on_host
 from autoshard.program.jax.layer_stack import in_stages, pipelined, read_pipeline
 from autoshard.program.jax.trace import trace
@@ -153,12 +156,16 @@ def config_program(fields: Mapping[str, Any], **options: Any) -> Program:
 
 
 def _trace_config(config: str, options: dict[str, Any]) -> Program:
-    """Return the program of `hf:config`, without the disk cache, with the state of the option `host` on the hosts."""
+    """Return the program of `hf:config`, without the disk cache, with the state of the option `host` on the hosts.
+
+    Recipes that differ in `host` alone share one trace.
+    """
     from autoshard.program.hf.hf_program import from_config
 
     options = dict(options)
     host = _host_of(options)
-    return _on_host(from_config(config, **options), host)
+    key = json.dumps([*read_config(config), sorted(options.items())], default=str)
+    return _on_host(shared("trace", key, lambda: from_config(config, **options), 1), host)
 
 
 def _on_host(program: Program, host: str | None) -> Program:

@@ -76,7 +76,7 @@ def lower_function(fn: Callable[..., Any], args: tuple[Any, ...], donate: tuple[
     return Lowered(traced.jaxpr.jaxpr, ir, traced.out_info, platform, lowerings)
 
 
-_CALLERS = ("program/load.py", "program/trace_cache.py", "__init__.py", "__main__.py")
+_CALLERS = ("program/load.py", "program/trace_cache.py", "base/shared_results.py", "__init__.py", "__main__.py")
 _CALLERS += tuple(f"{room}/" for room in ("cli", "degrees", "exec", "exports", "planning", "serving", "validation"))
 """Files and folders of this package that open programs, and that programs do not call."""
 

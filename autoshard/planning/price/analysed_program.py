@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.base.shared_results import shared
 from autoshard.base.workers import WorkerCrew
 from autoshard.cost import (
     BACKENDS,
@@ -72,10 +73,22 @@ def analyse_program(program: Program, backend: str, kept: bool = False) -> Analy
     """Read the ops, decisions, lifetimes and dim groups of a program, lowered for a backend (`BACKENDS`).
 
     Lifetimes depend on `backend`, since its compiler decides which tensors reach memory. With `kept`, the op graph is
-    read from the cache on disk if it is there, and stored there otherwise.
+    read from the cache on disk if it is there, and stored there otherwise. Plans that share results
+    (`sharing_results`) analyse a program once.
     """
+    program = lowered_for(program, BACKENDS[backend].platform)
+    # The program is part of the result, since its id is unique only as long as it exists.
+    key = id(program), backend
+    return shared("analysis", key, lambda: (program, _analysed(program, backend, kept)), _ANALYSES)[1]
+
+
+_ANALYSES = 2
+"""Most analyses that are stored: that of the recipe in question, and that of the policy it is composed from."""
+
+
+def _analysed(program: Program, backend: str, kept: bool) -> AnalysedProgram:
+    """Analyse a program for `analyse_program`; it is lowered for the backend."""
     read, traits = cached_graph if kept else read_graph, BACKENDS[backend]
-    program = lowered_for(program, traits.platform)
     graph = replace_names(read(program.module), [a.name for a in program.arguments])
     if traits.rounds_operands:
         graph = round_operands(graph)

@@ -1,6 +1,7 @@
 """Search over recipes: plans the program under each recipe that may win, and returns the best one with its plan."""
 
 import dataclasses
+import functools
 import math
 import os
 import sys
@@ -53,6 +54,9 @@ from autoshard.program import INPUT, Choices, Program
 
 TABLES = 400_000_000
 """Most bytes of reshard path tables that one recipe passes on to the next."""
+
+PROGRAMS = 4
+"""Most programs of recipes that a search stores, since it may come back to a recipe."""
 
 UNLIMITED = 1024
 """Memory of a sketch, in memories of a device: more than any step that is offloaded to fit needs."""
@@ -143,7 +147,8 @@ class RecipeSearch:
 
     def __init__(self, make: Make, options: Options, running: Running, of_source: bool) -> None:
         """Start a search without recipes, and share its path tables with the crew."""
-        self.make, self.options, self.running, self.of_source = make, options, running, of_source
+        self.make: Make = functools.lru_cache(PROGRAMS)(make)
+        self.options, self.running, self.of_source = options, running, of_source
         self.topology = Topology.parse(options.topology)
         self.slices = self.topology.slices
         self.best: tuple[RecipeTried, PlanResult] | None = None
@@ -164,7 +169,7 @@ class RecipeSearch:
             running.crew.share("tables", self.tables)
         self.counts: tuple[int, ...] = ()
         """Numbers of microbatches that may be chosen."""
-        self.pipelines = PipelineMeshes(self.topology, make, self._task, running.crew)
+        self.pipelines = PipelineMeshes(self.topology, self.make, self._task, running.crew)
         self.memory_pruning = MemoryPruning(self.topology)
 
     def say(self, text: str) -> None:

@@ -283,7 +283,8 @@ class WeightSearch:
             gap = 1.0 - weighing.bound_s / step if step else 0.0  # a program without ops takes no time
             progress(f"weighting {self.rounds}: step {step:.6g} s, plan gap {max(gap, 0):.2%}")
             following = weighing.following(good_enough * step, beat_s)
-            if gap <= good_enough or following is None or weighing.bound_s >= beat_s:
+            # Later rounds have no more room than this one, so its bound holds for what they can find.
+            if gap <= good_enough or following is None or max(weighing.bound_s, lower_s) >= beat_s:
                 return
             weights = following
 

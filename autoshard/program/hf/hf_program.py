@@ -1,10 +1,13 @@
 """`hf:CONFIG`: the program of a Hugging Face configuration, without weights and without the network."""
 
+import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
+from autoshard.base.shared_results import shared
 from autoshard.errors import UserError
 from autoshard.program.config_files import read_config
 from autoshard.program.hf.hf_eager import Objective, OtherLabels, hf_eager, reduced_fields, reduced_twin
@@ -16,10 +19,12 @@ from autoshard.program.hf.task_inputs import HfTask, tasks_of
 from autoshard.program.jax.chunked_loss import LossChunks, parse_loss_chunks
 from autoshard.program.moe.experts import check_experts
 from autoshard.program.program_record import Program
+from autoshard.program.remat_marks import check_names
 from autoshard.program.torch.eager_twin import EagerTwin
+from autoshard.program.torch.layer_remat import parse_remat
 from autoshard.program.torch.low_rank import check_lora, with_adapters
 from autoshard.program.torch.module_mode import evaluation_mode
-from autoshard.program.torch.step_options import ConfigOptions, given_options, read_layers, read_training
+from autoshard.program.torch.step_options import ConfigOptions, LayerForms, given_options, read_layers, read_training
 from autoshard.program.torch.torch_function import TorchFunction
 from autoshard.program.torch.torch_module import torch_program
 from autoshard.program.torch_ops.torch_imports import require_torch
@@ -31,6 +36,9 @@ _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16", "f32": "flo
 }
 """Names of dtypes in options -> names of JAX and torch."""
 
+
+_OF_RECIPE = ("remat", "microbatches", "gradient_groups", "optimizer", "state_dtype")
+"""Options that change neither the forward pass nor what `settle` learns of it, without stages and remat mixtures."""
 
 _COMPARED_TOKENS = 64
 """Longest sequence of a reduced model that is compared with eager torch."""
@@ -85,12 +93,15 @@ def from_config(config: str | Mapping[str, Any], **options: Unpack[ConfigOptions
         raise UserError("--stages is for training steps and forward passes; leave it out, or --serve.")
     require_torch("transformers")
     lora = check_lora(given)
-    model, model_notes = runnable_part(build_model(name, fields, compute))
+    model_key = json.dumps([name, fields, compute], default=str)
+    build = functools.partial(build_model, name, fields, compute)
+    model, model_notes = runnable_part(build() if lora is not None else shared("module", model_key, build, 1))
     padded: Padded | None = None
     if padding is not None:
         check_beside(padding, given)
         padded = padded_model(model, fields, padding, name, compute)
         model, model_notes = padded.model, padded.notes
+    classes = None if padded is None else padded.classes
     if lora is not None:
         model, more = with_adapters(model, lora, name)
         model_notes = (*model_notes, *more)
@@ -133,24 +144,29 @@ def from_config(config: str | Mapping[str, Any], **options: Unpack[ConfigOptions
         )  # fmt: skip
         return reduced_twin(small, parameters)
 
-    first_error: UserError | None = None
-    for task in tasks:
-        function, notes = made(), [*model_notes, *task.notes]
-        try:
-            run, batch_of, objective = _settled(
-                function, task, name, notes, training, chunks, padded and padded.classes
-            )
-            break
-        except UserError as error:
-            first_error = first_error or error
-            if "could not be lowered" not in str(error) or task is tasks[-1]:
-                raise first_error from None
-    else:
+    def settle() -> _Settled:
+        """Return the first of the tasks on which the module runs, settled."""
+        first_error: UserError | None = None
+        for task in tasks:
+            try:
+                return _settled(made(), task, name, (*model_notes, *task.notes), training, chunks, classes)
+            except UserError as error:
+                first_error = first_error or error
+                if "could not be lowered" not in str(error) or task is tasks[-1]:
+                    raise first_error from None
         raise AssertionError("there is a task")
+
+    settled = _settled_once(settle, model_key, given, layers)
+    task, notes = settled.task, list(settled.notes)
+    function = _copied(settled.function)
+    function.remat = parse_remat(layers.remat)
+    check_names(layers.remat, function.remat.names, function.savable, name)
+    run, objective = _step_of(function, task, name, notes, training, chunks, classes)
+    objective.classes = settled.classes
     program = torch_program(
         function,
         run,
-        batch_of,
+        settled.batch,
         name=f"{name} {'training' if training else 'inference'}",
         train=read_training(given | moments, layers),
         param_dtype=stored,
@@ -162,7 +178,48 @@ def from_config(config: str | Mapping[str, Any], **options: Unpack[ConfigOptions
     return program if padded is None else padded.program(program)
 
 
-def _settled(
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Settled:
+    """A module whose scanned layers are known; it is not changed any more."""
+
+    function: TorchFunction
+    task: HfTask
+    """The inputs on which the module runs."""
+    batch: Mapping[str, Any]
+    """Shapes of the batch by name, with labels of the shape that the outputs require, or none."""
+    notes: tuple[str, ...]
+    """Sentences on the model, the task and the objective."""
+    classes: int | None
+    """`Objective.classes` of the trace."""
+
+
+def _settled_once(settle: Callable[[], _Settled], model: str, given: Mapping[str, Any], layers: LayerForms) -> _Settled:
+    """Return the result of `settle`, shared by recipes that differ in options of `_OF_RECIPE` only.
+
+    A mixture of remat policies and stages cut the layers, so that their results are not shared. The same holds for a
+    module without layers, whose notes name the policy.
+
+    - `settle`: traces the module until it is settled.
+    - `model`: text that identifies the module.
+    - `given`, `layers`: options of the step, and the forms of layers in them.
+    """
+    if layers.pipeline is not None or given.get("lora") or len(parse_remat(layers.remat).parts) > 1:
+        return settle()
+    key = json.dumps([model, sorted(each for each in given.items() if each[0] not in _OF_RECIPE)], default=str)
+    settled = shared("settled", key, settle, 1)
+    return settled if settled.function.layers else settle()
+
+
+def _copied(function: TorchFunction) -> TorchFunction:
+    """Return a copy of a settled function; calls of one change no record of the other."""
+    twin = copy.copy(function)
+    for name, value in vars(function).items():
+        if isinstance(value, dict | list | set):
+            setattr(twin, name, copy.copy(value))
+    return twin
+
+
+def _step_of(
     function: TorchFunction,
     task: HfTask,
     name: str,
@@ -170,12 +227,10 @@ def _settled(
     training: bool,
     chunks: LossChunks | None,
     classes: int | None,
-) -> tuple[Callable[..., Any], dict[str, Any], Objective]:
-    """Trace `function` until its scanned layers are known, and return the step, the shapes of its batch and its
-    objective.
+) -> tuple[Callable[..., Any], Objective]:
+    """Return the step of parameters, batch and buffers, and its objective.
 
-    The step is the loss in training, else the forward pass. The batch has labels of the shape that the outputs require,
-    or none. Changes `function`: its scanned blocks, and `keeps_writes` in training.
+    The step is the loss in training, else the forward pass.
 
     - `function`: the module as a function.
     - `task`: inputs of the model.
@@ -183,12 +238,7 @@ def _settled(
     - `notes`: receives notes about the objective.
     - `training`: True for the loss; `chunks`: chunks in which it is computed, None for all logits at once.
     - `classes`: classes of the logits that count, None for all.
-
-    Raises `UserError` if the module does not run on the task's inputs.
     """
-    import jax
-    import numpy as np
-
     kind = type(function.module).__name__
     objective = Objective(kind, name, notes, has_head(kind), classes)
 
@@ -208,8 +258,29 @@ def _settled(
             return apart.loss(out, params, names, inputs.get("labels"), chunks, classes)
         return objective.of(forward(params, inputs, *buffers), inputs.get("labels"))
 
+    return loss if training else forward, objective
+
+
+def _settled(
+    function: TorchFunction,
+    task: HfTask,
+    name: str,
+    notes: Sequence[str],
+    training: bool,
+    chunks: LossChunks | None,
+    classes: int | None,
+) -> _Settled:
+    """Trace `function` until its scanned layers are known; its scanned blocks and, in training, `keeps_writes` change.
+
+    The arguments are those of `_step_of`; `notes` come before those about the objective. Raises `UserError` if the
+    module does not run on the task's inputs.
+    """
+    import jax
+    import numpy as np
+
+    told = list(notes)
+    run, objective = _step_of(function, task, name, told, training, chunks, classes)
     function.may_become_stateful = training
-    run = loss if training else forward
     batch_of = dict(task.batch)
     try:
         function.settle(run, batch_of, name)
@@ -218,7 +289,7 @@ def _settled(
         if error.shape is not None:
             batch_of["labels"] = jax.ShapeDtypeStruct(error.shape, np.int32)
         function.settle(run, batch_of, name)
-    return run, batch_of, objective
+    return _Settled(function, task, batch_of, tuple(told), objective.classes)
 
 
 def _dtype(text: str, flag: str) -> str:
