@@ -166,7 +166,7 @@ def from_config(config: str | Mapping[str, Any], **options: Unpack[ConfigOptions
     program = torch_program(
         function,
         run,
-        settled.batch,
+        dict(settled.batch),
         name=f"{name} {'training' if training else 'inference'}",
         train=read_training(given | moments, layers),
         param_dtype=stored,
