@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from autoshard.graph import FusionRules, analyse, defer_weight_gradients, read_graph
 from autoshard.program import trace
@@ -79,6 +80,34 @@ def test_weight_gradients_follow_the_backward_pass_on_gpus() -> None:
     stops = {t: stop for t, _, stop in analyse(graph, rules=FusionRules(gpu_kernels=True)).buffers}
     (*early, _) = gradients
     assert len(early) == LAYERS - 1 and all(stops[op.operands[0]] > last for op in early)
+
+
+def test_weight_gradients_do_not_wait_for_the_gradient_of_a_table() -> None:
+    """Order the gradient of gathered rows last, since no matmul needs it."""
+
+    def loss(params, ids):
+        return (jnp.tanh(params["table"][ids] @ params["weight"]) ** 2).mean()
+
+    def updated(params, ids):
+        return jax.tree.map(lambda p, g: p - 1e-3 * g, params, jax.grad(loss)(params, ids))
+
+    shape = jax.ShapeDtypeStruct
+    params = {"table": shape((WORDS, WIDTH), "float32"), "weight": shape((WIDTH, WIDTH), "float32")}
+    graph = read_graph(trace(updated, (params, shape((64,), "int32")), name="table").module)
+    _, weight, rows = (op for op in graph.ops if op.kind == "dot_general")
+    stops = {t: stop for t, _, stop in analyse(graph, rules=FusionRules(gpu_kernels=True)).buffers}
+    assert stops[weight.operands[0]] == rows.id + 1
+
+
+@pytest.mark.parametrize(("rows", "overwritten"), [((64,), True), ((4, 16), False)])
+def test_elementwise_kernels_of_gpus_overwrite_matrices_of_one_dim_of_rows(rows, overwritten) -> None:
+    shape = jax.ShapeDtypeStruct
+    inputs = (shape((*rows, WIDTH), "float32"), shape((WIDTH, WIDTH), "float32"), shape((*rows, WIDTH), "float32"))
+    graph = read_graph(trace(lambda x, w, y: jnp.sin((x @ w) * y) @ w, inputs, name="rows").module)
+    product = graph.ops[0].results[0]
+    (kernel,) = (f.root for f in analyse(graph, rules=FusionRules(gpu_kernels=True)).fusions if product in f.reads)
+    stops = {t: stop for t, _, stop in analyse(graph, rules=FusionRules(gpu_kernels=True)).buffers}
+    assert stops[product] == kernel + (not overwritten)
 
 
 def test_what_a_loop_makes_of_a_carry_is_not_late() -> None:

@@ -71,8 +71,9 @@ def _run_leaves_late(graph: OpGraph, analysis: FusionAnalysis, last: dict[int, i
     """Extend in `last` the lives of operands of matmuls that the GPU compiler's scheduler puts off.
 
     Two matmuls outside of loops share an operand, as the gradients of a layer's input and weight do. The one whose
-    result is needed later runs when it is needed, or after all kernels that read results of the others. Kernels that
-    read the gradient of a convolution's input count too, as the head's gradient of autoencoders on h100 shows.
+    result is needed later runs when it is needed, or after all kernels that read results of the others. These results
+    lead to further matmuls; the gradients of tables, which only updates need, do not come first. Kernels that read the
+    gradient of a convolution's input count too, as the head's gradient of autoencoders on h100 shows.
 
     Evidence: docs/compiler_behaviour.md, "Storage by the GPU compiler".
     """
@@ -85,13 +86,14 @@ def _run_leaves_late(graph: OpGraph, analysis: FusionAnalysis, last: dict[int, i
             needed.setdefault(tensor, fusion.root)
             if op.kind in ("dot_general", "convolution") and op.loop < 0:
                 sharing.setdefault(tensor, []).append(fusion)
+    leads = _leads_to_matmuls(graph)
     put_off: dict[int, tuple[Fusion, int]] = {}
     final = -1
     """Last op that reads a result for which another matmul was put off, or the gradient of a convolution's input."""
     for matmuls in sharing.values():
         ready = {each.root: min((needed.get(t, end) for t in each.writes), default=end) for each in matmuls}
         first = min(matmuls, key=lambda each: ready[each.root])
-        read_until = max((last.get(t, -1) for t in first.writes), default=-1)
+        read_until = max((last.get(t, -1) for t in first.writes if t in leads), default=-1)
         if graph.ops[first.root].kind == "convolution" and len(matmuls) > 1 and read_until < end:
             final = max(final, read_until)
         for late in matmuls:
@@ -102,6 +104,24 @@ def _run_leaves_late(graph: OpGraph, analysis: FusionAnalysis, last: dict[int, i
         for tensor in late.reads:
             for source in analysis.stored_sources(tensor):
                 last[source] = max(last[source], min(final, needed_at))
+
+
+def _leads_to_matmuls(graph: OpGraph) -> set[int]:
+    """Return the tensors from which matmuls or convolutions are computed, directly or through other ops."""
+    leads = set[int]()
+    for op in reversed(graph.ops):
+        if op.kind in ("dot_general", "convolution") or not leads.isdisjoint(op.results):
+            leads.update(op.operands)
+    return leads
+
+
+def _is_flattened(graph: OpGraph, tensor: int) -> bool:
+    """Return True for the result of a matmul with several dims of rows, whose kernel on GPUs has one instead."""
+    op = graph.maker(tensor)
+    if op is None or op.kind != "dot_general" or op.rule is None:
+        return False
+    left, right, out = ({factor for dim in dims for factor in dim} for dims in (*op.rule.operands, op.rule.results[0]))
+    return len(left & out - right) > 1 or len(right & out - left) > 1
 
 
 def _shared_fills(graph: OpGraph) -> dict[int, int]:
@@ -148,7 +168,8 @@ def _written_over(graph: OpGraph, analysis: FusionAnalysis, last: Mapping[int, i
     """Return the values that the elementwise kernel which reads them last overwrites with its result.
 
     Value and result must have one shape, dtype and block. A kernel overwrites one value at most, and no argument. A
-    kernel that also sums its result, or reads sums of the value that it computes first, overwrites nothing.
+    kernel that also sums its result, or reads sums of the value that it computes first, overwrites nothing. On GPUs the
+    shapes differ if a matmul's rows have several dims (`_is_flattened`).
     """
     summands: dict[int, frozenset[int]] = {}
     """Maps each sum to the values that are read to compute it, directly or as sums."""
@@ -167,6 +188,8 @@ def _written_over(graph: OpGraph, analysis: FusionAnalysis, last: Mapping[int, i
         for tensor in fusion.reads:
             read = graph.tensors[tensor]
             alike = read.shape == written.shape and read.dtype == written.dtype and read.loop == written.loop
+            if analysis.rules.gpu_kernels and _is_flattened(graph, tensor):
+                continue
             if any(tensor in summands.get(each, ()) for each in fusion.reads):
                 continue
             if alike and read.producer >= 0 and tensor not in analysis.bases and last.get(tensor) == fusion.root:

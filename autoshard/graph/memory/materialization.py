@@ -305,9 +305,17 @@ class _StoreDecision:
         for user in self.analysis.consumers[tensor]:
             op = graph.ops[user]
             after = ends[op.results[0]] if op.op_class is OpClass.POINTWISE and op.kind != "convert" else None
-            if after and all(graph.ops[end].kind == "reduce" for end in after):
+            if after and all(graph.ops[end].kind == "reduce" and self._is_needed(end) for end in after):
                 return True
         return False
+
+    def _is_needed(self, op_id: int) -> bool:
+        """Return True if an op leads to a result; compilers drop the loss of a program that returns gradients alone."""
+        graph, needed = self.graph, set(self.graph.returned)
+        for op in reversed(graph.ops[op_id + 1 :]):
+            if not needed.isdisjoint(op.results):
+                needed.update(op.operands)
+        return not needed.isdisjoint(graph.ops[op_id].results)
 
     def _rounds_summed(self, tensor: int) -> bool:
         """Return True for the cast of a value that is otherwise only summed (`_is_rounded_and_summed`)."""
