@@ -57,7 +57,7 @@ class Form:
     reads_program: bool = False
     """True if the writer reads the plan's program too; else the program is needed for the price only."""
     hints: bool = False
-    """True if the form has specs of values inside of the step, which its price does not count."""
+    """True if the form has specs of values inside of the step."""
     state: bool = True
     """True if the form has specs of the optimizer state; else state is split like its parameter."""
     layers: bool = True

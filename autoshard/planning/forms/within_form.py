@@ -90,8 +90,23 @@ def price_form(plan: Plan, program: Program, form: Form, held: Program | None = 
         gathered = gathered_candidate(form.name, model, reading.groups, split, limits, Required({}, {}), axes)
         if gathered is not None:
             return predict(model, gathered.outcome, plan.memory_limit_bytes)
-    completed = Propagation(model, form.rest, plan.results if form.state else {}).choices(given)
+    typed = _typed(model, choices) if form.hints else None
+    completed = Propagation(model, form.rest, plan.results if form.state else {}).choices(given, fixed=typed)
     return predict(model, evaluate(model, completed), plan.memory_limit_bytes)
+
+
+def _typed(model: Model, choices: NDArray[np.int64]) -> dict[int, int]:
+    """Return the plan's choice of each node of values that the step's own code computes, or takes.
+
+    Explicit mode gives them the plan's specs by hints. Values of the backward pass alone have no place in the code.
+    """
+    graph, structure = model.graph, model.structure
+    nodes = [
+        model.cluster_node[cluster.id]
+        for cluster in structure.clusters
+        if any((op := graph.maker(tensor)) is None or "transpose(jvp" not in op.name for tensor in cluster.tensors)
+    ]
+    return {node: int(choices[node]) for node in nodes}
 
 
 def with_split_batch(plan: Plan, program: Program) -> Plan:
