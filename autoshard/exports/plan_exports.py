@@ -146,10 +146,10 @@ def _refuse_slow(plan: Plan, form: Form, prediction: Prediction | None, program:
     """Raise FormError if a form's step takes more than `SLOWEST` of the plan's, or does not fit where the plan does.
 
     The error names the first values that lack splits. Return for a form without a price, and for a plan that was made
-    within the form. A form with hints is priced without them, and never refused. `held` is as of `_held_remat`.
+    within the form. `held` is as of `_held_remat`.
     """
     planned = plan.prediction
-    if prediction is None or (plan.origin.form == form.name and not held) or form.hints:
+    if prediction is None or (plan.origin.form == form.name and not held):
         return
     slow = prediction.step_time_s > SLOWEST * planned.step_time_s
     if slow or (planned.fits and not prediction.fits):
@@ -245,5 +245,10 @@ def _priced(plan: Plan, form: Form, program: Program | None, problem: str, held:
         both = "as the plan whole"
     fits = "" if prediction.fits else ", which does not fit"
     step, peak = format_seconds(prediction.step_time_s), format_bytes(prediction.peak_bytes)
-    held = "for `jit_unchanged`, without the hints, which are not priced" if form.hints else "with what this form holds"
-    return prediction, f"Predicted {held}: a step of {step}, {peak} of one device{fits} ({both})."
+    sentence = f"Predicted with what this form holds: a step of {step}, {peak} of one device{fits} ({both})."
+    if form.hints and program is not None:
+        without = price_form(plan, program, dataclasses.replace(form, hints=False))
+        assert without is not None
+        figures = f"{format_seconds(without.step_time_s)}, {format_bytes(without.peak_bytes)}"
+        sentence += f" `jit_unchanged`, without the hints: {figures}."
+    return prediction, sentence

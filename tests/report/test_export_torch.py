@@ -126,6 +126,18 @@ def stated(plan: Plan) -> Plan:
     return dataclasses.replace(plan, arguments=arguments)
 
 
+def hybrid(plan: Plan) -> Plan:
+    """Replace the plan on two axes by FSDP over `model`, whose groups `data` copies; both split the batch."""
+    arguments = dict(plan.arguments)
+    for name, spec in stated(plan).arguments.items():
+        if plan.roles.get(name) == "parameter":
+            stacked = [()] * ("*" in name)
+            arguments[name] = Spec((*stacked, ("model",), *((),) * (len(spec.dims) - len(stacked) - 1)))
+        elif plan.roles.get(name) == "batch":
+            arguments[name] = Spec((("data", "model"), *((),) * (len(spec.dims) - 1)))
+    return dataclasses.replace(plan, arguments=arguments, axis_roles=dict.fromkeys(plan.mesh, ("batch",)))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run all four processes for each form and mesh, and store their results in a folder."""
@@ -142,6 +154,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for form in ("dtensor", "fsdp2"):
             names.append(f"{form}{len(mesh)}")
             (folder / f"{names[-1]}.py").write_text(export_plan(stated(plan), form, force=True))
+        if len(mesh) == 2:
+            names.append("fsdp2hybrid")
+            (folder / "fsdp2hybrid.py").write_text(export_plan(hybrid(plan), "fsdp2", force=True))
         if len(mesh) == 1:
             names.append("torchtitan1")
             (folder / "torchtitan1.py").write_text(export_plan(stated(plan), "torchtitan", force=True))
@@ -151,7 +166,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("name", ["dtensor1", "fsdp21", "torchtitan1", "plan1", "dtensor2", "fsdp22", "plan2"])
+@pytest.mark.parametrize(
+    "name", ["dtensor1", "fsdp21", "torchtitan1", "plan1", "dtensor2", "fsdp22", "plan2", "fsdp2hybrid"]
+)
 def test_loss_and_gradients_are_those_of_the_unplanned_module(folder: Path, name: str) -> None:
     net = runpy.run_path(str(folder / "net.py"))
     loss = net["loss"](net["model"](net["inputs"]), net["targets"])
@@ -170,6 +187,10 @@ def test_every_device_holds_its_share(folder: Path) -> None:
     for name in ("fsdp22", "dtensor2", "plan2"):
         _, _, local = torch.load(folder / f"{name}.0")
         assert local["blocks.0.up.weight"] == [64, 16] and local["blocks.1.down.weight"] == [16, 64]
+    code = runpy.run_path(str(folder / "fsdp2hybrid.py"))
+    assert code["MESH"] == {"data": 2, "shard": 2}
+    _, _, local = torch.load(folder / "fsdp2hybrid.0")
+    assert local["blocks.0.up.weight"] == [64, 32], "half of it: the other two processes have copies"
     _, _, local = torch.load(folder / "fsdp21.0")
     assert sum(torch.Size(shape).numel() for shape in local.values()) * 4 <= 1.1 * (2 * (64 + 2 * 32 * 128 + 128) + 528)
 

@@ -28,7 +28,7 @@ def make_mesh(device_type):
 
 
 def _dims(name):
-    """The dim that `data` splits, which FSDP gathers before use, and the one that `tensor` splits; None for none."""
+    """The dim that FSDP splits and gathers before use, and the one that `tensor` splits; None for none."""
     for pattern, dims in PARAMETERS.items():
         if re.match(pattern, name):
             return dims
@@ -71,10 +71,13 @@ def _dims(name):
 def local_inputs(mesh, **inputs):
     """This process's part of the inputs of a step, by name; every process gives the whole batch."""
     found = {{}}
+    parts, own = 1, 0
+    for axis in ({group},):
+        parts, own = parts * MESH[axis], own * MESH[axis] + mesh[axis].get_local_rank()
     for name, value in inputs.items():
         dim = INPUTS[name]
         if dim is not None:
-            value = value.chunk(MESH["data"], dim)[mesh["data"].get_local_rank()].contiguous()
+            value = value.chunk(parts, dim)[own].contiguous()
         found[name] = DTensor.from_local(value, mesh["tensor"], [Replicate()]) if "tensor" in MESH else value
     return found
 '''
@@ -103,7 +106,7 @@ def _input_dim(plan: Plan, name: str, spec: Spec, data: list[str]) -> int | None
 @writes("fsdp2")
 def fsdp2_text(plan: Plan, sentence: str) -> str:
     """Return the plan's code for FSDP2, with a mesh of `data` (all axes that split the batch) and `tensor` (those of
-    the parameters).
+    the parameters). If some axes of the batch split no parameter, `data` has these and `shard` the others.
 
     A parameter that is split by some of the axes, by several dims or unevenly has the nearest split that FSDP2 can
     express. The head names such parameters. `sentence` is the line on the predicted step. Raises: UserError for a plan
@@ -115,11 +118,13 @@ def fsdp2_text(plan: Plan, sentence: str) -> str:
     if not data:
         raise FormError("FSDP2 splits parameters over the devices that share a batch, and the plan splits no batch.")
     check_axes(plan, "fsdp2")
-    sizes = [math.prod(plan.mesh[axis] for axis in axes) for axes in (data, tensor)]
+    used = {axis for spec in specs.values() for axis in spec.axes}
+    sharing = [axis for axis in data if axis in used] or data
+    sizes = [math.prod(plan.mesh[axis] for axis in axes) for axes in (sharing, tensor)]
     rows, unlike, whole = {}, [], []
     for name, spec in specs.items():
         shape = plan.shapes[name][len(plan.shapes[name]) - len(spec.dims) :]
-        dims = gathered, tensor_dim = split_by(spec, data), split_by(spec, tensor)
+        dims = gathered, tensor_dim = split_by(spec, sharing), split_by(spec, tensor)
         if tensor_dim is not None and not split_together(spec, tensor_dim, tensor):
             dims = gathered, tensor_dim = gathered, None
         if gathered and shape[gathered] % math.prod(sizes if gathered == tensor_dim else sizes[:1]):
@@ -130,8 +135,8 @@ def fsdp2_text(plan: Plan, sentence: str) -> str:
             dims = other, tensor_dim if other is not None else None
         if gathered is None:
             whole.append(name)
-        if any(axis in spec.axes for axis in data) and not (
-            dims[0] is not None and split_together(spec, dims[0], data)
+        if any(axis in spec.axes for axis in sharing) and not (
+            dims[0] is not None and split_together(spec, dims[0], sharing)
         ):
             unlike.append(name)
         elif any(axis in spec.axes for axis in tensor) and dims[1] is None:
@@ -139,9 +144,12 @@ def fsdp2_text(plan: Plan, sentence: str) -> str:
         rows[module_pattern(plan, name)] = repr(dims)
     batch = {name: _input_dim(plan, name, spec, data) for name, spec in inputs.items()}
     some = whole if len(whole) < len(specs) else []
-    # A group of one device to split over: FSDP stores parameters whole and sums their gradients.
-    alone = {} if some or not whole else {"shard": 1}
-    mesh = {"data": sizes[0]} | alone | ({"tensor": sizes[1]} if tensor else {})
+    # Of two axes the second splits parameters, and gradients are summed over both. Over a group of one device FSDP
+    # stores parameters whole.
+    copies = math.prod(plan.mesh[axis] for axis in data) // sizes[0]
+    alone = copies == 1 and bool(whole) and not some
+    groups = {"data": sizes[0], "shard": 1} if alone else {"data": copies, "shard": sizes[0]}
+    mesh = (groups if alone or copies > 1 else {"data": sizes[0]}) | ({"tensor": sizes[1]} if tensor else {})
     elsewhere = sorted({name for name, spec in inputs.items() for axis in spec.axes if axis not in data})
     lacks = (
         *(
@@ -174,7 +182,7 @@ def fsdp2_text(plan: Plan, sentence: str) -> str:
         calls=WHOLE_CALLS if tensor else "\n",
         whole="    WholeCalls(model)\n" if tensor else "",
         mesh=mesh,
-        group='"data", "shard"' if alone else '"data"',
+        group='"data", "shard"' if "shard" in mesh else '"data"',
         parameters=table("PARAMETERS", rows),
         inputs=table("INPUTS", {name: repr(dim) for name, dim in batch.items()}),
     )

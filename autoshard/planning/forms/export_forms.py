@@ -57,7 +57,7 @@ class Form:
     reads_program: bool = False
     """True if the writer reads the plan's program too; else the program is needed for the price only."""
     hints: bool = False
-    """True if the form has specs of values inside of the step, which its price does not count."""
+    """True if the form has specs of values inside of the step."""
     state: bool = True
     """True if the form has specs of the optimizer state; else state is split like its parameter."""
     layers: bool = True
@@ -68,6 +68,8 @@ class Form:
     """True if at most one axis splits a dim, and the same axis splits the first dim of all inputs."""
     gathers: bool = False
     """True if split parameters are gathered before use, while each process computes its part of the batch."""
+    hybrid: bool = False
+    """True if a form that gathers may split parameters over some of the batch's axes, and copy them over the others."""
     replicates: bool = False
     """True if a form that gathers leaves parameters whole where a plan splits none over the batch's axes."""
     tensor: bool = True
@@ -97,6 +99,7 @@ FORMS = {
             state=False,
             layers=False,
             gathers=True,
+            hybrid=True,
             replicates=True,
             remat=HeldRemat.BASES,
             shares_batch=True,
@@ -284,12 +287,16 @@ def gathered_specs(
     """Return the specs with every parameter split over all `axes`, as FSDP splits what each device of a batch gathers.
 
     The dim is the first one that some of the axes split already, else the first one that all divide. A parameter
-    without such a dim keeps its spec. State without a spec of its own follows its parameter. `form` is one that
-    gathers; see `expressible_specs` for the other arguments.
+    without such a dim keeps its spec. A hybrid form splits over those axes alone that split some parameter. State
+    without a spec of its own follows its parameter. `form` is one that gathers; see `expressible_specs` for the other
+    arguments.
     """
     own = {name: spec for name, spec in specs.items() if roles[name] in WEIGHTS and spec is not None}
-    if form.replicates and not any(set(axes) & set(spec.axes) for spec in own.values()):
+    used = {axis for spec in own.values() for axis in spec.axes}
+    if form.replicates and used.isdisjoint(axes):
         return dict(specs)
+    if form.hybrid:
+        axes = tuple(axis for axis in axes if axis in used)
     found = dict(specs)
     for name, spec in own.items():
         first = 1 if is_stacked(name) else 0

@@ -36,18 +36,24 @@ class Propagation:
     results: Mapping[str, Spec] = dataclasses.field(default_factory=dict)
     """Specs of results that are given too. A result that replaces an argument always has the argument's spec."""
 
-    def choices(self, given: Given, inner: Iterable[tuple[int, mlir.Dims]] = ()) -> NDArray[np.int64]:
+    def choices(
+        self, given: Given, inner: Iterable[tuple[int, mlir.Dims]] = (), fixed: Mapping[int, int] | None = None
+    ) -> NDArray[np.int64]:
         """Return the alternative of every node (int array [nodes]), completed from argument specs.
 
         - `given`: specs of arguments by name.
         - `inner`: specs of computed values by tensor, which only `Rest.NAMES` uses.
+        - `fixed`: alternatives of the nodes of values with types in the code; types alone then decide all others.
 
         Values are decided first, by the system of `rest`; open ones take state 0. Then copies and ops take the
         alternative with the least seconds between these values.
         """
         chosen = np.full(len(self.model.nodes), -1, dtype=np.int64)
         self._apply_given(chosen, given)
-        if self.rest is Rest.DTENSOR:
+        if fixed is not None:
+            chosen[list(fixed)] = list(fixed.values())
+            self._fill(chosen)
+        elif self.rest is Rest.DTENSOR:
             self._propagate_forward(chosen)
         elif self.rest is Rest.NAMES:
             self._apply_names(chosen, inner)

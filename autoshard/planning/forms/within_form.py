@@ -90,8 +90,23 @@ def price_form(plan: Plan, program: Program, form: Form, held: Program | None = 
         gathered = gathered_candidate(form.name, model, reading.groups, split, limits, Required({}, {}), axes)
         if gathered is not None:
             return predict(model, gathered.outcome, plan.memory_limit_bytes)
-    completed = Propagation(model, form.rest, plan.results if form.state else {}).choices(given)
+    typed = _typed(model, choices) if form.hints else None
+    completed = Propagation(model, form.rest, plan.results if form.state else {}).choices(given, fixed=typed)
     return predict(model, evaluate(model, completed), plan.memory_limit_bytes)
+
+
+def _typed(model: Model, choices: NDArray[np.int64]) -> dict[int, int]:
+    """Return the plan's choice of each node of values that the step's own code computes, or takes.
+
+    Explicit mode gives them the plan's specs by hints. Values of the backward pass alone have no place in the code.
+    """
+    graph, structure = model.graph, model.structure
+    nodes = [
+        model.cluster_node[cluster.id]
+        for cluster in structure.clusters
+        if any((op := graph.maker(tensor)) is None or "transpose(jvp" not in op.name for tensor in cluster.tensors)
+    ]
+    return {node: int(choices[node]) for node in nodes}
 
 
 def with_split_batch(plan: Plan, program: Program) -> Plan:
@@ -308,13 +323,18 @@ class _FormSearch:
         return self.as_run(starts) if self.form.gathers else self.best
 
     def gathered(self, found: SearchResult) -> Candidate | None:
-        """Return the best candidate that fits and splits the batch and all parameters over every axis; None without
-        one. Parameters are split along dims that a choice in `found` splits.
+        """Return the best candidate that fits and splits the batch over every axis, and parameters too; None without
+        one.
+
+        Parameters are split along dims that a choice in `found` splits. A hybrid form also copies them over one axis.
         """
         axes = wide_axes(self.model, range(len(self.model.axis_sizes)))
         made, tried = [], []
-        for start in (found.best, *found.baselines.values()):
-            specs = self.split_over(self.expressed(self.specs(start.choices)), axes)
+        starts = [self.expressed(self.specs(start.choices)) for start in (found.best, *found.baselines.values())]
+        if self.form.hybrid:
+            starts += [self.without(starts[0], axis) for axis in axes if len(axes) > 1]
+        for start in starts:
+            specs = self.split_over(start, axes)
             if specs not in tried:
                 tried.append(specs)
                 made.append(self.gathering(specs, axes))
@@ -337,6 +357,20 @@ class _FormSearch:
                 alone = self.tried.get(tuple(given.items()))
                 made.append((self.gathering(specs, axes) if axes else None) or alone)
         return min((each for each in made if each is not None), key=_rank, default=None)
+
+    def without(self, given: Mapping[str, Spec | None], axis: int) -> dict[str, Spec | None]:
+        """Return specs in which an axis, by number, splits no parameter, and the other axes split some."""
+        name = self.model.axis_names[axis]
+        others = [each for each in range(len(self.model.axis_sizes)) if each != axis]
+        free = {
+            key: Spec(tuple(tuple(a for a in names if a != name) for names in spec.dims))
+            if spec is not None and self.roles[key] != Role.BATCH
+            else spec
+            for key, spec in given.items()
+        }
+        names = [self.model.axis_names[each] for each in wide_axes(self.model, others)]
+        plain = dataclasses.replace(self.form, hybrid=False, replicates=False)
+        return gathered_specs(plain, free, self.shapes, self.roles, self.model.mesh.axes, names)
 
     def split_over(self, given: Mapping[str, Spec | None], axes: tuple[int, ...]) -> dict[str, Spec | None]:
         """Return specs in which the form splits parameters over some axes, by number."""

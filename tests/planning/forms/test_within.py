@@ -11,7 +11,7 @@ import pytest
 import autoshard
 from autoshard import InfeasibleError, UserError
 from autoshard.planning import FORMS, Plan, Rest, Spec, expressible_specs, form_named, price_form, splits_nothing
-from autoshard.planning.forms.export_forms import parameter_of
+from autoshard.planning.forms.export_forms import gathered_specs, parameter_of
 from autoshard.planning.forms.lost_values import lost_values
 from autoshard.planning.forms.propagated_specs import Propagation
 from autoshard.planning.forms.within_form import plan_within
@@ -275,3 +275,14 @@ def test_what_propagation_gives_is_not_lost():
     assert not [*lost_values(plan, program, form_named("jax"))] and not [
         *lost_values(plan, program, form_named("dtensor"))
     ]
+
+
+def test_a_hybrid_form_copies_parameters_over_axes_that_split_none() -> None:
+    mesh, shapes = {"data": 2, "model": 4}, {"w": (64, 16), "b": (64,), "x": (32, 16)}
+    roles = {"w": "parameter", "b": "parameter", "x": "batch"}
+    specs = {"w": Spec(((), ("model",))), "b": Spec(((),)), "x": Spec((("data", "model"), ()))}
+    axes = ("data", "model")
+    found = gathered_specs(FORMS["fsdp2"], specs, shapes, roles, mesh, axes)
+    assert (found["w"], found["b"]) == (Spec(((), ("model",))), Spec((("model",),)))
+    whole = gathered_specs(FORMS["torchtitan"], specs, shapes, roles, mesh, axes)
+    assert (whole["w"], whole["b"]) == (Spec(((), ("data", "model"))), Spec((("data", "model"),)))
