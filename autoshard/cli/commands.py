@@ -167,7 +167,8 @@ def _compare(arguments: argparse.Namespace, answer: TextIO, pool: "RayPool | Non
                     measured = measurement_figures(measure(program, plan, steps=arguments.steps))
             except UserError as error:
                 failed = str(error)  # this one is dropped, the others go on
-            rows.append(ComparisonRow(name, plan.prediction if holds else None, compiled, measured, failed))
+            error = None if plan.time_error is None else plan.time_error.ratio
+            rows.append(ComparisonRow(name, plan.prediction if holds else None, compiled, measured, failed, error))
     if all(row.failed for row in rows):
         raise UserError(rows[0].failed)
     if arguments.json:

@@ -21,6 +21,7 @@ def plan_figures(plan: Plan, wall_s: Mapping[str, float] | None = None) -> dict[
         "topology": plan.topology,
         "mesh": dict(plan.mesh),
         **prediction_figures(plan.prediction),
+        "time_error": None if plan.time_error is None else dataclasses.asdict(plan.time_error),
         "tokens_per_s": plan.tokens_per_s,
         "memory_limit_bytes": plan.memory_limit_bytes,
         "solver_gap": _finite(plan.solver_gap),

@@ -16,6 +16,8 @@ _TORCHPRIME = {
     "splash": KernelBlocks((2048, 2048), (2048, 2048), (2048, 2048), fused=True),
 }
 """Blocks of torchprime's kernels, from its attention module and torch_xla.experimental.splash_attention."""
+OPTIMIZER = "AdamW with moments of 32 bits"
+"""Assumption about a row that states no optimizer."""
 SAVES: dict[str, str] = {
     "decoder_layer_input": "input",
     "query_proj": "query",
@@ -88,6 +90,8 @@ def stated_dtypes(said: Mapping[str, Any], assumed: list[str]) -> dict[str, Any]
     text, rule = (str(said.get(key, "")).lower() for key in ("dtype", "optimizer"))
     if re.search(r"fp8|float8|int8|nvfp4|mxfp", text):
         raise IncompleteError(f"dtype {text!r} is not rebuilt")
+    if not rule:
+        assumed.append(OPTIMIZER)
     dtypes: dict[str, Any] = {}
     if re.match(r"(f32|fp32|float32) compute", text):
         dtypes["compute"] = "float32"

@@ -1,5 +1,6 @@
 """Plans in comparison: differences below the estimates' accuracy are marked."""
 
+import dataclasses
 import io
 from typing import Any
 
@@ -51,6 +52,18 @@ def test_time_that_was_never_measured_widens_the_error_by_what_two_plans_do_not_
             ComparisonRow("fsdp*", plan.prediction, compiled(far, 0.1)),
         ]
         assert comparison_figures(rows)["plans"]["plan"]["undecided"] == close
+
+
+def test_predictions_within_the_error_of_ratios_are_undecided(plan: Plan) -> None:
+    slower = dataclasses.replace(plan.prediction, step_time_s=1.05 * plan.prediction.step_time_s, fits=True)
+    for error, close in ((0.09, ["fsdp*"]), (0.01, []), (None, [])):
+        rows = [
+            ComparisonRow("plan", dataclasses.replace(plan.prediction, fits=True), ratio_error=error),
+            ComparisonRow("fsdp*", slower, ratio_error=error),
+        ]
+        assert comparison_figures(rows)["plans"]["plan"]["undecided"] == close
+        said = "undecided among plan, fsdp*: the ratio of two predictions may be 9% wrong"
+        assert (said in shown(plan, rows)) is bool(close)
 
 
 def test_a_measurement_decides(plan: Plan) -> None:

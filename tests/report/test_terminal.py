@@ -13,6 +13,7 @@ import autoshard
 from autoshard.base.units import format_bytes, format_seconds
 from autoshard.exec import CompileReport, Estimate, Verdict
 from autoshard.planning import Call, Plan
+from autoshard.planning.record.plan_parts import TimeError
 from autoshard.report import terminal_report
 from autoshard.report.figures import recipe_line
 from autoshard.report.terminal.explanation_report import cause_text
@@ -29,7 +30,18 @@ def test_the_verdict_comes_first(plan: Plan):
     lines = rendered(plan, 120).splitlines()
     assert lines[0].rstrip() == "llama3-8b on v5p:4x8x8 (256 devices), mesh data=32, model=8"
     assert lines[2].rstrip() == "FITS: 41.00 GiB of 95.70 GiB a device (43%)"
-    assert lines[3].startswith("STEP: 3.22 s, MFU 61.6%; 1.03x the speed of the best baseline that fits, fsdp x tp, s")
+    assert lines[3].startswith("STEP: 3.22 s (no run like this one is known), MFU 61.6%; 1.03x the speed of the best ")
+
+
+def test_a_baseline_within_the_error_of_ratios_counts_as_equal(plan: Plan):
+    known = dataclasses.replace(plan, time_error=TimeError(-0.05, 0.2, 31, 0.09))
+    step = next(line for line in rendered(known, 200).splitlines() if line.startswith("STEP"))
+    assert step.startswith(
+        "STEP: 3.22 s (-5 % to +20 %, from 31 runs like it), MFU 61.6%; as fast as the best baseline"
+    )
+    assert "fsdp x tp" in step and "(1.03x, where ratios may be 9% wrong)" in step
+    narrow = dataclasses.replace(plan, time_error=TimeError(-0.05, 0.2, 31, 0.01))
+    assert "1.03x the speed of the best baseline" in rendered(narrow, 200)
 
 
 @pytest.mark.parametrize(("step_s", "gib"), [(3.3, 42), (29.0, 42), (0.5, 42), (3.3, 80), (29.0, 20)])
@@ -45,7 +57,7 @@ def test_a_compiled_program_that_differs_much_stands_in_the_verdict(plan: Plan, 
     assert fits.startswith(f"FITS: {gib}.00 GiB of 95.70 GiB a device")
     assert ("where 41.00 GiB was predicted, off by a factor" in fits) == (gib != 42)
     if step_s == 3.3:
-        assert step.startswith("STEP: 3.22 s, MFU 61.6%; 1.03x the speed of the best baseline")
+        assert step.startswith("STEP: 3.22 s (no run like this one is known), MFU 61.6%; 1.03x the speed of the best")
     else:
         factor = max(step_s / 3.22, 3.22 / step_s)
         assert step.startswith(f"STEP: {format_seconds(step_s)} as compiled, where 3.22 s was predicted, off by a ")
@@ -54,12 +66,16 @@ def test_a_compiled_program_that_differs_much_stands_in_the_verdict(plan: Plan, 
 
 def test_tokens_a_second_stand_with_the_step(plan: Plan):
     counted = dataclasses.replace(plan, provenance=plan.provenance | {"tokens": 524288})
-    assert rendered(counted, 120).splitlines()[3].startswith("STEP: 3.22 s, 163 k tokens/s (636 a device), MFU 61.6%")
+    assert (
+        rendered(counted, 120)
+        .splitlines()[3]
+        .startswith("STEP: 3.22 s (no run like this one is known), 163 k tokens/s (636 a device), MFU 61.6%")
+    )
     assert counted.tokens_per_s == pytest.approx(524288 / 3.22)
 
 
 def test_the_recipe_stands_below_the_step(plan: Plan):
-    line = rendered(plan, 120).splitlines()[4]
+    line = rendered(plan, 160).splitlines()[4]
     assert line.rstrip() == "RECIPE: stored in bfloat16"
     products = dataclasses.replace(plan, provenance=plan.provenance | {"computes_in": "float8_e4m3fn"})
     assert recipe_line(products) == "float8_e4m3fn, stored in bfloat16"

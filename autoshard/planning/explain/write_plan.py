@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from autoshard.base.units import format_bytes
 from autoshard.cost import Mesh, fraction_for
+from autoshard.planning.explain.known_runs import COMPILED, KnownRun, time_error
 from autoshard.planning.explain.memory_warnings import (
     REMAT_LIMIT,
     host_warning,
@@ -37,7 +38,7 @@ from autoshard.planning.price.replicated_work import (
 )
 from autoshard.planning.price.step_ledger import Ledger, itemise
 from autoshard.planning.price.step_timeline import make_timeline
-from autoshard.planning.record.plan_parts import MeshTried, Prediction, Unruled
+from autoshard.planning.record.plan_parts import MeshTried, Prediction, TimeError, Unruled
 from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.record.spec import Spec, axis_words
 from autoshard.planning.space.attention_exchange import exchange_words, exchanges
@@ -122,6 +123,7 @@ class Writer:
             calls=make_calls(model, choices),
             unruled=unruled,
             unsure=unsure,
+            time_error=None if unsure else self._time_error(model),
             choices=" ".join(str(int(c)) for c in choices),
             meshes=meshes,
             host=_on_host(model),
@@ -129,6 +131,18 @@ class Writer:
             uses=parameter_uses(model, choices),
             activations=activations(model, choices),
         )
+
+    def _time_error(self, model: Model) -> TimeError | None:
+        """Return the error of the predicted step in measured runs like it; None if none is known.
+
+        Only training steps of decoders were measured, which count tokens.
+        """
+        program, place = self.program, model.mesh.topology
+        if not program.training or not program.tokens:
+            return None
+        kind = "mixture" if "experts" in self.groups.names.values() else "dense"
+        slices = place.slices if place.traits.torus else 1
+        return time_error(KnownRun(place.chip.name, kind, program.tokens / place.num_devices, slices, COMPILED))
 
     def _results(self, model: Model, choices: NDArray[np.int64], arguments: Mapping[str, Spec]) -> dict[str, Spec]:
         """Return the specs of results by name: that of the argument that a result replaces in the next step, else its

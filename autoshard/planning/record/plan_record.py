@@ -18,6 +18,7 @@ from autoshard.planning.record.plan_parts import (
     PlannedOp,
     Prediction,
     Region,
+    TimeError,
     Timeline,
     Unruled,
     Unsure,
@@ -109,6 +110,8 @@ class Plan:
     """Values between a torch module's layers, which `distribute` pins as well; absent from files of other plans."""
     unsure: tuple[Unsure, ...] = dataclasses.field(default=(), metadata={"absent": ()})
     """Classes of ops that make the prediction less sure than usual; absent from a plan's file if there are none."""
+    time_error: TimeError | None = dataclasses.field(default=None, metadata={"absent": None})
+    """Error of the predicted step in measured runs like it; None, and absent from a plan's file, if none is known."""
     axis_roles: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict, metadata={"absent": {}})
     """Axis -> dim groups that the axis splits in most activations, such as `batch`, `heads` or `experts`.
 
@@ -180,6 +183,13 @@ class Plan:
     def time_within(self) -> float | None:
         """Factor within which the predicted step is expected, if that is less sure than usual; None if unmeasured."""
         return max((each.time_within or 0.0 for each in self.unsure), default=0.0) or None
+
+    @property
+    def time_error_words(self) -> str:
+        """Error of the predicted step as reports show it after the time."""
+        if self.time_within is not None:
+            return f"within a factor {self.time_within:.1f}"
+        return str(self.time_error) if self.time_error else "no run like this one is known"
 
     @property
     def memory_within(self) -> float | None:

@@ -32,6 +32,8 @@ class ComparisonRow:
     """Result of `measurement_figures` for the plan's runs."""
     failed: str = ""
     """Reason for which the plan could not be compiled or measured."""
+    ratio_error: float | None = None
+    """Share of the longer of two predicted steps by which their difference may be wrong; None if it is not known."""
 
 
 def candidates(
@@ -69,19 +71,20 @@ def comparison_figures(rows: Sequence[ComparisonRow]) -> dict[str, Any]:
 
 
 def undecided(row: ComparisonRow, rows: Sequence[ComparisonRow]) -> list[str]:
-    """Return the names of other plans whose estimated step differs by less than the estimator's error for pairs.
+    """Return the names of other plans whose step differs by less than the error of pairs of such steps.
 
-    Plans that are not compiled are never undecided.
+    Steps are estimates of two compiled plans, else predictions of two plans that are not compiled.
     """
-    mine = _estimated(row)
-    if mine is None:
-        return []
-    close = []
-    for other in rows:
-        theirs = _estimated(other)
-        if other is not row and theirs is not None and not decided(mine, theirs, _pair_error(row, other)):
-            close.append(other.name)
-    return close
+    return [
+        other.name
+        for other in rows
+        if other is not row and (error := _pair_error(row, other)) and _near(row, other, error)
+    ]
+
+
+def _near(row: ComparisonRow, other: ComparisonRow, error: float) -> bool:
+    """Return True if the steps of two plans differ by at most the share `error` of the longer one."""
+    return not decided(_seconds(row) or 0.0, _seconds(other) or 0.0, error)
 
 
 def _estimated(row: ComparisonRow) -> float | None:
@@ -89,10 +92,19 @@ def _estimated(row: ComparisonRow) -> float | None:
     return row.compiled["step_time_s"]["estimated"] if row.compiled else None
 
 
-def _pair_error(row: ComparisonRow, other: ComparisonRow) -> float:
-    """Return the share of the longer of two estimated steps by which their difference may be wrong."""
-    mine, theirs = (r.compiled["time"]["by_kind"] if r.compiled else {} for r in (row, other))
-    return pair_error(mine, theirs, max(_estimated(row) or 0.0, _estimated(other) or 0.0))
+def _seconds(row: ComparisonRow) -> float | None:
+    """Return the estimated step of a compiled plan, else the predicted one; None if it has neither."""
+    return _estimated(row) if row.compiled else row.prediction.step_time_s if row.prediction else None
+
+
+def _pair_error(row: ComparisonRow, other: ComparisonRow) -> float | None:
+    """Return the share of the longer of two steps by which their difference may be wrong; None if it is not known."""
+    mine, theirs = _seconds(row), _seconds(other)
+    if mine is None or theirs is None or bool(row.compiled) != bool(other.compiled):
+        return None
+    if not row.compiled or not other.compiled:
+        return row.ratio_error if other.ratio_error is not None else None
+    return pair_error(row.compiled["time"]["by_kind"], other.compiled["time"]["by_kind"], max(mine, theirs))
 
 
 def comparison_report(plan: Plan, rows: Sequence[ComparisonRow]) -> RenderableType:
@@ -123,18 +135,22 @@ def comparison_report(plan: Plan, rows: Sequence[ComparisonRow]) -> RenderableTy
 
 
 def _close(rows: Sequence[ComparisonRow]) -> list[Text]:
-    """Return a note on plans that the estimates cannot separate and that are not measured; empty if there are none.
+    """Return a note on plans that estimates, or predictions, cannot separate; empty if there are none.
 
-    Only ties with the fastest of these plans count.
+    Only ties with the fastest of the plans that are not measured count. Plans that do not fit are left out.
     """
-    timed = sorted((r for r in rows if _estimated(r) is not None and not r.measured), key=lambda r: _estimated(r) or 0)
+    compiled = any(row.compiled for row in rows)
+    timed = [r for r in rows if _seconds(r) is not None and not r.measured and bool(r.compiled) == compiled]
+    timed = sorted(
+        (r for r in timed if compiled or (r.prediction and r.prediction.fits)), key=lambda r: _seconds(r) or 0
+    )
     close = undecided(timed[0], timed) if timed else []
     if not close:
         return []
-    error = max(_pair_error(timed[0], row) for row in timed if row.name in close)
+    error = max(_pair_error(timed[0], row) or 0.0 for row in timed if row.name in close)
     among = ", ".join([timed[0].name, *close])
-    note = f"undecided among {clean(among, 300)}: the ratio of two estimates from schedules may be {error:.0%} wrong"
-    return [Text(note, style="dim")]
+    what = "two estimates from schedules" if compiled else "two predictions"
+    return [Text(f"undecided among {clean(among, 300)}: the ratio of {what} may be {error:.0%} wrong", style="dim")]
 
 
 def _evidence(row: ComparisonRow) -> tuple[bool, float]:

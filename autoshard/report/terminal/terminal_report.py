@@ -132,8 +132,7 @@ def _verdict(plan: Plan, compiled: CompileReport | None) -> RenderableType:
         step = Text("STEP", style="bold").append(words, style="not bold")
         return Group(title, Text(), verdict, step, recipe, _compiled(compiled))
     step = Text("STEP", style="bold").append(f": {format_seconds(prediction.step_time_s)}", style="not bold")
-    if plan.time_within is not None:
-        step.append(f" within a factor {plan.time_within:.1f}", style="not bold")
+    step.append(f" ({plan.time_error_words})", style="not bold")
     if plan.tokens_per_s is not None:
         rate, share = format_count(plan.tokens_per_s), format_count(plan.tokens_per_s / devices)
         step.append(f", {rate} tokens/s ({share} a device)", style="not bold")
@@ -170,8 +169,9 @@ def _compiled(compiled: CompileReport) -> Text:
 def _against_best(plan: Plan) -> str:
     """Return words that compare the plan with the best baseline that fits.
 
-    The ratio is the baseline's step time over the plan's, above 1 if the plan is faster; within 0.05 % both count as
-    equal. Without a fitting baseline, or with a step time of 0, words replace the ratio.
+    The ratio is the baseline's step time over the plan's, above 1 if the plan is faster. Both count as equal within
+    0.05 %, and within the error of ratios of measured runs. Without a fitting baseline, or with a step time of 0, words
+    replace the ratio.
     """
     best = best_baseline(plan)
     if best is None:
@@ -182,6 +182,9 @@ def _against_best(plan: Plan) -> str:
     ratio = baseline.step_time_s / plan.prediction.step_time_s
     if abs(ratio - 1) < 5e-4:
         return f"as fast as the best baseline that fits, {name}"
+    if plan.time_error is not None and 1.0 - min(ratio, 1.0 / ratio) <= plan.time_error.ratio:
+        error = f"{plan.time_error.ratio:.0%}"
+        return f"as fast as the best baseline that fits, {name} ({ratio:.2f}x, where ratios may be {error} wrong)"
     return f"{ratio:.2f}x the speed of the best baseline that fits, {name}"
 
 
