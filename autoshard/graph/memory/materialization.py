@@ -320,8 +320,9 @@ class _StoreDecision:
         return not needed.isdisjoint(graph.ops[op_id].results)
 
     def _is_costly_in_windows(self, tensor: int) -> bool:
-        """Return True if a convolution reads each element of a value in several windows, and an exponential or the like
-        is needed to compute it; TPU compilers then do not compute it in the convolution's kernel.
+        """Return True if windows of a convolution share the elements of a value, and it needs an op of `_COSTLY`.
+
+        TPU compilers do not compute such a value inside the convolution's kernel.
         """
         graph = self.graph
         readers = (graph.ops[user] for user in self.analysis.consumers[tensor])
