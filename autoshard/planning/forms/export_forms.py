@@ -122,6 +122,7 @@ FORMS = {
             state=False,
             layers=False,
             gathers=True,
+            hybrid=True,
             remat=HeldRemat.BASES,
         ),
         Form(
@@ -295,7 +296,7 @@ def gathered_specs(
     used = {axis for spec in own.values() for axis in spec.axes}
     if form.replicates and used.isdisjoint(axes):
         return dict(specs)
-    if form.hybrid:
+    if form.hybrid and not used.isdisjoint(axes):
         axes = tuple(axis for axis in axes if axis in used)
     found = dict(specs)
     for name, spec in own.items():
