@@ -149,8 +149,8 @@ def fsdp2_text(plan: Plan, sentence: str) -> str:
         rows[module_pattern(plan, name)] = repr(dims)
     batch = {name: _input_dim(plan, name, spec, data) for name, spec in inputs.items()}
     some = whole if len(whole) < len(specs) else []
-    # Of two axes the second splits parameters, and gradients are summed over both. Over a group of one device FSDP
-    # stores parameters whole.
+    # The second of two axes splits parameters, and gradients are summed over both. FSDP stores parameters whole
+    # over a group of one device.
     copies = math.prod(plan.mesh[axis] for axis in data) // sizes[0]
     alone = copies == 1 and bool(whole) and not some
     groups = {"data": sizes[0], "shard": 1} if alone else {"data": copies, "shard": sizes[0]}

@@ -241,9 +241,7 @@ def batch_and_tensor_axes(plan: Plan) -> tuple[list[str], list[str]]:
 
 
 def gathering_axes(plan: Plan) -> list[str]:
-    """Return the axes that split the batch and a parameter, in mesh order, over which FSDP gathers; all that split the
-    batch if they split none.
-    """
+    """Return the axes over which FSDP gathers, in mesh order: those of the batch that split a parameter, else all."""
     data, _ = batch_and_tensor_axes(plan)
     used = {axis for spec in plan_parameters(plan)[0].values() for axis in spec.axes}
     return [axis for axis in data if axis in used] or data

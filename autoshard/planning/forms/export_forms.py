@@ -316,6 +316,29 @@ def gathered_specs(
     return found
 
 
+def copied_specs(
+    form: Form,
+    specs: Mapping[str, Spec | None],
+    shapes: Mapping[str, tuple[int, ...]],
+    roles: Mapping[str, str],
+    mesh: Mapping[str, int],
+    axes: Collection[str],
+    copied: str,
+) -> dict[str, Spec | None]:
+    """Return the specs with every parameter whole over the axis `copied`, and split over the others of `axes`.
+
+    The other arguments are those of `gathered_specs`.
+    """
+    free = {
+        name: Spec(tuple(tuple(axis for axis in names if axis != copied) for names in spec.dims))
+        if spec is not None and roles[name] != "batch"
+        else spec
+        for name, spec in specs.items()
+    }
+    plain = dataclasses.replace(form, hybrid=False, replicates=False)
+    return gathered_specs(plain, free, shapes, roles, mesh, [axis for axis in axes if axis != copied])
+
+
 def divides_work(
     form: Form, specs: Mapping[str, Spec | None], roles: Mapping[str, str], mesh: Mapping[str, int]
 ) -> bool:
