@@ -37,12 +37,12 @@ from autoshard.planning.forms.export_forms import module_pattern as module_patte
 from autoshard.planning.forms.export_forms import parameter_of as parameter_of
 from autoshard.planning.forms.export_forms import splits_in_plan as splits_in_plan
 from autoshard.planning.forms.export_forms import splits_nothing as splits_nothing
+from autoshard.planning.forms.gathered_parameters import with_split_batch as with_split_batch
 from autoshard.planning.forms.held_recipes import held_remat as held_remat
 from autoshard.planning.forms.lost_values import lost_values as lost_values
 from autoshard.planning.forms.maxtext_axes import maxtext_uses as maxtext_uses
 from autoshard.planning.forms.within_form import by_name as by_name
 from autoshard.planning.forms.within_form import price_form as price_form
-from autoshard.planning.forms.within_form import with_split_batch as with_split_batch
 from autoshard.planning.mesh.portfolio import PlanCandidate as PlanCandidate
 from autoshard.planning.plan_builder import PlanResult as PlanResult
 from autoshard.planning.plan_builder import Running as Running

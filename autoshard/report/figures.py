@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from autoshard.base.units import dtype_bits
+from autoshard.errors import UserError
 from autoshard.planning import Plan, Prediction
+from autoshard.program import parse_remat
 
 
 def plan_figures(plan: Plan, wall_s: Mapping[str, float] | None = None) -> dict[str, Any]:
@@ -65,7 +67,8 @@ def recipe_line(plan: Plan) -> str:
     scores = any(row.kind in ("exponential", "exp") for row in plan.ops) and not called
     attention = sorted(called) or (["attention in memory"] if options.get("attention") == "plain" and scores else [])
     words = [*attention]
-    words += [f"{name} {value}" for name in ("remat", "microbatches", "host") if (value := options.get(name))]
+    words += [f"remat {remat_words(str(options['remat']))}"] if options.get("remat") else []
+    words += [f"{name} {value}" for name in ("microbatches", "host") if (value := options.get(name))]
     words += [f"padded, {options['pad']}"] if options.get("pad") not in (None, "none") else []
     words += [f"loss in chunks, {options['loss_chunks']}"] if options.get("loss_chunks") else []
     words += _found_in(plan, options)
@@ -80,6 +83,15 @@ def recipe_line(plan: Plan) -> str:
         words += [f"{named[role]} {dtype}" for role, dtype in by_role.items() if dtype]
     words += default_sizes(plan)
     return ", ".join(map(str, words)) or "no parameters"
+
+
+def remat_words(text: str) -> str:
+    """Return a recomputation as words: `dots in 27 layers, then none` for `dots:27+none`, one policy as it is."""
+    try:
+        *first, (last, _) = parse_remat(text).parts
+    except UserError:  # a choice of the program's own
+        return text
+    return ", then ".join([*(f"{policy} in {count} layers" for policy, count in first), last])
 
 
 _LOOPED_GRADIENT = re.compile(r"while/body.*transpose\(jvp")

@@ -128,7 +128,9 @@ def prepared(row: dict[str, Any], model: Any, batch: dict[str, Any]) -> tuple[An
     code["parallelize"](model, mesh)
     if "fsdp" not in code["MESH"]:
         return model, batch, 1
-    parts, own = mesh["fsdp"].size(), mesh["fsdp"].get_local_rank()
+    parts, own = 1, 0
+    for axis in (axis for axis in code["MESH"] if axis != "tp"):
+        parts, own = parts * mesh[axis].size(), own * mesh[axis].size() + mesh[axis].get_local_rank()
     return model, {name: value.chunk(parts)[own] for name, value in batch.items()}, parts
 
 

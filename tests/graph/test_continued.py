@@ -140,3 +140,23 @@ def test_squared_errors_are_added_up_by_the_kernel_that_stores_the_error() -> No
     assert liveness.stores[error.operands[0]] == error.results[0]
     gradients = [op for op in graph.ops if op.kind == "dot_general" and op.id > error.id]
     assert liveness.materialised.isdisjoint(gradients[0].operands[:1])
+
+
+def test_an_exponential_is_not_computed_inside_of_windows() -> None:
+    """Store the operand of a convolution with windows, which would compute each element once for every window."""
+
+    def stored(activation: Any, kernel: tuple[int, ...]) -> bool:
+        def fn(x: Any, first: Any, second: Any) -> Any:
+            value = lax.conv_general_dilated(x, first, (1, 1), "SAME", dimension_numbers=NAMES)
+            after = lax.conv_general_dilated(activation(value), second, (1, 1), "SAME", dimension_numbers=NAMES)
+            return after, jnp.sum(value * after, 0)
+
+        graph = graph_of(fn, f32(8, 16, 16, 4), f32(3, 3, 4, 32), f32(*kernel, 32, 32))
+        liveness = analyse(graph, rules=TPU)
+        convolution = [op for op in graph.ops if op.kind == "convolution"][-1]
+        return convolution.operands[0] in liveness.materialised
+
+    assert stored(jax.nn.silu, (3, 3)) and not stored(jax.nn.relu, (3, 3)) and not stored(jax.nn.silu, (1, 1))
+
+
+NAMES = ("NHWC", "HWIO", "NHWC")

@@ -178,7 +178,7 @@ def test_values_that_are_gathered_before_use_have_hints():
 
 
 def test_hints_are_priced() -> None:
-    """Price FSDP beside tensor parallelism, of which propagation alone loses the split of hidden values."""
+    """Price FSDP with tensor parallelism. Propagation alone loses the split of hidden values."""
 
     def step(w: Any, x: Any, y: Any) -> Any:
         def loss(w: Any) -> Any:

@@ -155,8 +155,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             names.append(f"{form}{len(mesh)}")
             (folder / f"{names[-1]}.py").write_text(export_plan(stated(plan), form, force=True))
         if len(mesh) == 2:
-            names.append("fsdp2hybrid")
-            (folder / "fsdp2hybrid.py").write_text(export_plan(hybrid(plan), "fsdp2", force=True))
+            for form in ("fsdp2", "torchtitan"):
+                names.append(f"{form}hybrid")
+                (folder / f"{names[-1]}.py").write_text(export_plan(hybrid(plan), form, force=True))
         if len(mesh) == 1:
             names.append("torchtitan1")
             (folder / "torchtitan1.py").write_text(export_plan(stated(plan), "torchtitan", force=True))
@@ -187,10 +188,10 @@ def test_every_device_holds_its_share(folder: Path) -> None:
     for name in ("fsdp22", "dtensor2", "plan2"):
         _, _, local = torch.load(folder / f"{name}.0")
         assert local["blocks.0.up.weight"] == [64, 16] and local["blocks.1.down.weight"] == [16, 64]
-    code = runpy.run_path(str(folder / "fsdp2hybrid.py"))
-    assert code["MESH"] == {"data": 2, "shard": 2}
-    _, _, local = torch.load(folder / "fsdp2hybrid.0")
-    assert local["blocks.0.up.weight"] == [64, 32], "half of it: the other two processes have copies"
+    for name, mesh in (("fsdp2hybrid", {"data": 2, "shard": 2}), ("torchtitanhybrid", {"dp_replicate": 2, "fsdp": 2})):
+        assert runpy.run_path(str(folder / f"{name}.py"))["MESH"] == mesh
+        _, _, local = torch.load(folder / f"{name}.0")
+        assert local["blocks.0.up.weight"] == [64, 32], "half of it: the other two processes have copies"
     _, _, local = torch.load(folder / "fsdp21.0")
     assert sum(torch.Size(shape).numel() for shape in local.values()) * 4 <= 1.1 * (2 * (64 + 2 * 32 * 128 + 128) + 528)
 

@@ -15,7 +15,7 @@ from autoshard.exec import CompileReport, Estimate, Verdict
 from autoshard.planning import Call, Plan
 from autoshard.planning.record.plan_parts import TimeError
 from autoshard.report import terminal_report
-from autoshard.report.figures import recipe_line
+from autoshard.report.figures import recipe_line, remat_words
 from autoshard.report.terminal.explanation_report import cause_text
 
 
@@ -83,6 +83,7 @@ def test_the_recipe_stands_below_the_step(plan: Plan):
     stated = dataclasses.replace(plan, provenance=plan.provenance | options)
     assert recipe_line(stated).startswith("remat dots, microbatches 4, bfloat16, stored in bfloat16")
     assert recipe_line(stated).endswith("stored in bfloat16, batch 64 (default)")
+    assert remat_words("dots:27+none") == "dots in 27 layers, then none" and remat_words("mine") == "mine"
     options["source"]["options"]["batch"] = 64
     assert "default" not in recipe_line(dataclasses.replace(plan, provenance=plan.provenance | options))
     call = Call(0, "splash_mha_fwd", (), (), ())

@@ -1,4 +1,4 @@
-"""Compiled step times beside the band of times that a plan states."""
+"""Compiled step times outside of the band of times that a plan states."""
 
 import re
 from collections import defaultdict

@@ -5,7 +5,13 @@ import math
 from autoshard.errors import FormError
 from autoshard.exports.export_text import head, table, unpinned
 from autoshard.exports.form_writers import writes
-from autoshard.exports.torch_forms.parallel_styles import batch_and_tensor_axes, check_axes, split_by, split_together
+from autoshard.exports.torch_forms.parallel_styles import (
+    batch_and_tensor_axes,
+    check_axes,
+    gathering_axes,
+    split_by,
+    split_together,
+)
 from autoshard.exports.torch_forms.torch_code import plan_inputs, plan_parameters
 from autoshard.exports.torch_forms.torch_recipe import mixed_code, recipe_lacks, recompute_code
 from autoshard.exports.torch_forms.whole_calls import WHOLE_CALLS, WHOLE_IMPORTS, WHOLE_SENTENCE
@@ -118,8 +124,7 @@ def fsdp2_text(plan: Plan, sentence: str) -> str:
     if not data:
         raise FormError("FSDP2 splits parameters over the devices that share a batch, and the plan splits no batch.")
     check_axes(plan, "fsdp2")
-    used = {axis for spec in specs.values() for axis in spec.axes}
-    sharing = [axis for axis in data if axis in used] or data
+    sharing = gathering_axes(plan)
     sizes = [math.prod(plan.mesh[axis] for axis in axes) for axes in (sharing, tensor)]
     rows, unlike, whole = {}, [], []
     for name, spec in specs.items():
@@ -144,8 +149,8 @@ def fsdp2_text(plan: Plan, sentence: str) -> str:
         rows[module_pattern(plan, name)] = repr(dims)
     batch = {name: _input_dim(plan, name, spec, data) for name, spec in inputs.items()}
     some = whole if len(whole) < len(specs) else []
-    # Of two axes the second splits parameters, and gradients are summed over both. Over a group of one device FSDP
-    # stores parameters whole.
+    # The second of two axes splits parameters, and gradients are summed over both. FSDP stores parameters whole
+    # over a group of one device.
     copies = math.prod(plan.mesh[axis] for axis in data) // sizes[0]
     alone = copies == 1 and bool(whole) and not some
     groups = {"data": sizes[0], "shard": 1} if alone else {"data": copies, "shard": sizes[0]}

@@ -240,6 +240,13 @@ def batch_and_tensor_axes(plan: Plan) -> tuple[list[str], list[str]]:
     return data, [axis for axis in plan.mesh if axis in used and axis not in first]
 
 
+def gathering_axes(plan: Plan) -> list[str]:
+    """Return the axes over which FSDP gathers, in mesh order: those of the batch that split a parameter, else all."""
+    data, _ = batch_and_tensor_axes(plan)
+    used = {axis for spec in plan_parameters(plan)[0].values() for axis in spec.axes}
+    return [axis for axis in data if axis in used] or data
+
+
 def check_axes(plan: Plan, form: str) -> None:
     """Raise `FormError` if a mesh axis splits neither the batch nor a parameter: its devices would all do the same."""
     data, tensor = batch_and_tensor_axes(plan)

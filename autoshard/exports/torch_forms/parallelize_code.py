@@ -1,11 +1,19 @@
 """Exports of a plan to tensor parallelism: transformers' `tp_plan`, and a `parallelize` function like torchtitan's."""
 
+import math
 from collections.abc import Mapping
 
 from autoshard.errors import FormError
 from autoshard.exports.export_text import head, table, unpinned
 from autoshard.exports.form_writers import writes
-from autoshard.exports.torch_forms.parallel_styles import COLUMNS_LAST, GATHERED, check_axes, read_styles, sizes
+from autoshard.exports.torch_forms.parallel_styles import (
+    COLUMNS_LAST,
+    GATHERED,
+    check_axes,
+    gathering_axes,
+    read_styles,
+    sizes,
+)
 from autoshard.exports.torch_forms.torch_recipe import mixed_code, recipe_lacks, recompute_code
 from autoshard.exports.torch_forms.transformers_styles import read_transformers
 from autoshard.planning import Plan
@@ -135,7 +143,7 @@ _TIED = """    tied = {{{rows}}}
 """
 _FSDP = """    blocks = [block for each in model.modules() if isinstance(each, ModuleList) for block in each]
     for module in (*reversed(blocks), model):
-        fully_shard(module, mesh=mesh["fsdp"], {place}**options)
+        fully_shard(module, mesh=mesh[{group}], {place}**options)
 """
 _PLACE = """
     def place(parameter):
@@ -205,6 +213,8 @@ def torchtitan_text(plan: Plan, sentence: str, program: Program | None) -> str:
     """
     parts, tensor_parts = sizes(plan)
     data, tensor = parts > 1, tensor_parts > 1
+    shards = math.prod(plan.mesh[axis] for axis in gathering_axes(plan))
+    groups = ({"dp_replicate": parts // shards} if shards < parts else {}) | {"fsdp": shards}
     rows, tied = "", ""
     if tensor or not data:
         styles = read_styles(plan, "torchtitan", program)
@@ -222,11 +232,14 @@ def torchtitan_text(plan: Plan, sentence: str, program: Program | None) -> str:
     nn = ", ".join(["ModuleList"] * (data or bool(recompute)) + ["Parameter"] * tensor)
     what = (["a model's layers over `tp`"] if tensor else []) + (["every block over `fsdp`"] if data else [])
     return head(plan, lacks, sentence) + _TORCHTITAN.format(
-        mesh=({"fsdp": parts} if data else {}) | ({"tp": tensor_parts} if tensor else {}),
+        mesh=(groups if data else {}) | ({"tp": tensor_parts} if tensor else {}),
         tensor=_TENSOR.format(rows=rows, tied=tied) if tensor else "",
         tensor_import=_TENSOR_IMPORT.format(shard=", Shard" if data else "") if tensor else "",
         hold_whole=_HOLD_WHOLE if tensor else "",
-        fsdp=(_PLACE if tensor else "") + _FSDP.format(place="shard_placement_fn=place, " if tensor else "")
+        fsdp=(_PLACE if tensor else "")
+        + _FSDP.format(
+            place="shard_placement_fn=place, " if tensor else "", group=", ".join(f'"{name}"' for name in groups)
+        )
         if data
         else "",
         fsdp_import=f"from torch.distributed.fsdp import {'MixedPrecisionPolicy, ' if mixed else ''}fully_shard\n"

@@ -23,6 +23,8 @@ MOST_MADE = 4
 """Largest number of values that a matmul's kernel stores instead of its result."""
 _FEW = 64
 """Largest number of values that are followed from a matmul's result."""
+_COSTLY = frozenset({"exponential", "exponential_minus_one", "log", "log_plus_one", "logistic", "power", "tanh"})
+"""Elementwise ops that take many instructions for each element."""
 _PARTS = frozenset({"slice", "pad"})
 """Kinds of ops that read a part of a value."""
 
@@ -173,7 +175,7 @@ class _StoreDecision:
                 return True
             if rules.gpu_kernels and reads and reads != {self._source(tensor)}:
                 return True
-        if rules.fused_matmuls and self._ends_epilogue(tensor):
+        if rules.fused_matmuls and (self._ends_epilogue(tensor) or self._is_costly_in_windows(tensor)):
             return True
         if len(users) < 2 and not (rules.fused_matmuls and self._rounds_summed(tensor)):
             return False
@@ -316,6 +318,27 @@ class _StoreDecision:
             if not needed.isdisjoint(op.results):
                 needed.update(op.operands)
         return not needed.isdisjoint(graph.ops[op_id].results)
+
+    def _is_costly_in_windows(self, tensor: int) -> bool:
+        """Return True if windows of a convolution share the elements of a value, and it needs an op of `_COSTLY`.
+
+        TPU compilers do not compute such a value inside the convolution's kernel.
+        """
+        graph = self.graph
+        readers = (graph.ops[user] for user in self.analysis.consumers[tensor])
+        dims = [halo.dim for each in readers if each.kind == "convolution" for halo in each.halos]
+        if not any(dim.partner is None and dim.window.size > 1 for dim in dims):
+            return False
+        elements, left, seen = graph.tensors[tensor].elements, [tensor], {tensor}
+        while left and len(seen) <= _FEW:
+            maker = graph.maker(left.pop())
+            if maker is None or maker.op_class is not OpClass.POINTWISE:
+                continue
+            if maker.kind in _COSTLY:
+                return True
+            left += (t for t in maker.operands if t not in seen and graph.tensors[t].elements == elements)
+            seen.update(maker.operands)
+        return False
 
     def _rounds_summed(self, tensor: int) -> bool:
         """Return True for the cast of a value that is otherwise only summed (`_is_rounded_and_summed`)."""

@@ -49,8 +49,8 @@ class Alternative:
     how: str
     """Method of its price. `solved`: all other decisions are solved again; `held`: all other decisions are fixed.
 
-    Without a price it is `impossible` if the solver found no other decisions, and `unsolved` if it was not asked for
-    some that the fixed ones exclude.
+    Without a price it is `impossible` if the solver found no other decisions. It is `unsolved` if the fixed ones
+    exclude it and the solver was not asked.
     """
     step_time_s: float | None
     """Seconds of a step; nearly full memory adds nothing."""
@@ -328,9 +328,7 @@ class _Explainer:
         return candidate.outcome
 
     def alternative(self, spec: Spec, how: str, outcome: Outcome | None) -> Alternative:
-        """Return the row of a spec that is not chosen, from its outcome (`how` it was priced); None as an outcome gives
-        one without a price.
-        """
+        """Return the row of a spec that is not chosen, from its outcome and `how` it was priced; None has no price."""
         if outcome is None:
             return Alternative(spec, False, how, None, None, None, False, (), "its neighbours exclude it")
         delta = outcome.step_time_s - self.base.step_time_s

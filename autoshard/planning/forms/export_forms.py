@@ -122,6 +122,7 @@ FORMS = {
             state=False,
             layers=False,
             gathers=True,
+            hybrid=True,
             remat=HeldRemat.BASES,
         ),
         Form(
@@ -295,7 +296,7 @@ def gathered_specs(
     used = {axis for spec in own.values() for axis in spec.axes}
     if form.replicates and used.isdisjoint(axes):
         return dict(specs)
-    if form.hybrid:
+    if form.hybrid and not used.isdisjoint(axes):
         axes = tuple(axis for axis in axes if axis in used)
     found = dict(specs)
     for name, spec in own.items():
@@ -313,6 +314,29 @@ def gathered_specs(
             parameter = parameter_of(name, shapes, roles)
             found[name] = found[name] if parameter is None else found[parameter]
     return found
+
+
+def copied_specs(
+    form: Form,
+    specs: Mapping[str, Spec | None],
+    shapes: Mapping[str, tuple[int, ...]],
+    roles: Mapping[str, str],
+    mesh: Mapping[str, int],
+    axes: Collection[str],
+    copied: str,
+) -> dict[str, Spec | None]:
+    """Return the specs with every parameter whole over the axis `copied`, and split over the others of `axes`.
+
+    The other arguments are those of `gathered_specs`.
+    """
+    free = {
+        name: Spec(tuple(tuple(axis for axis in names if axis != copied) for names in spec.dims))
+        if spec is not None and roles[name] != "batch"
+        else spec
+        for name, spec in specs.items()
+    }
+    plain = dataclasses.replace(form, hybrid=False, replicates=False)
+    return gathered_specs(plain, free, shapes, roles, mesh, [axis for axis in axes if axis != copied])
 
 
 def divides_work(

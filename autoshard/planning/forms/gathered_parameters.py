@@ -1,12 +1,15 @@
 """Prices of frameworks that gather split parameters before use, while each process computes its part of the batch."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.planning.price.analysed_program import batch_dims
 from autoshard.planning.price.evaluate import evaluate
+from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.record.spec import Spec
 from autoshard.planning.solve.mesh_solve import Terms, solve_within
 from autoshard.planning.solve.time_weights import even_weights, normalise
@@ -17,6 +20,7 @@ from autoshard.planning.space.dim_groups import Groups
 from autoshard.planning.space.named_layouts import groups_of_op
 from autoshard.planning.space.plan_options import Limits
 from autoshard.planning.space.user_constraints import Required
+from autoshard.program import Program, Role
 
 
 SOLVE_S = 20.0
@@ -100,3 +104,24 @@ def _dims(model: Model, spec: Spec | None) -> dict[int, tuple[int, ...]]:
     order = list(model.axis_names)
     dims = () if spec is None else spec.dims
     return {dim: tuple(sorted(order.index(axis) for axis in names)) for dim, names in enumerate(dims) if names}
+
+
+def with_split_batch(plan: Plan, program: Program) -> Plan:
+    """Return the plan with batch arguments split along their batch dim by all of the plan's `batch_axes`.
+
+    A plan may leave token ids whole, because every device looks all tokens up in some of the columns. A form without
+    pins cannot express that: from whole ids every device would compute the whole batch. Arguments that the user
+    pinned, that the axes do not divide, or whose other dims they split, stay as they are.
+    """
+    _, batch_dims_of, _ = batch_dims(program)
+    parts = math.prod(plan.mesh[axis] for axis in plan.batch_axes)
+    arguments = dict(plan.arguments)
+    for argument, dims in zip(program.arguments, batch_dims_of, strict=True):
+        is_batch = argument.role is Role.BATCH and argument.name not in plan.origin.pinned
+        if not is_batch or len(dims) != 1 or argument.shape[dims[0]] % max(parts, 1):
+            continue
+        (dim,), spec = dims, plan.arguments[argument.name].of_rank(len(argument.shape))
+        elsewhere = {axis for other, axes in enumerate(spec.dims) if other != dim for axis in axes}
+        if set(spec.dims[dim]) < set(plan.batch_axes) and elsewhere.isdisjoint(plan.batch_axes):
+            arguments[argument.name] = Spec((*spec.dims[:dim], plan.batch_axes, *spec.dims[dim + 1 :]))
+    return dataclasses.replace(plan, arguments=arguments)

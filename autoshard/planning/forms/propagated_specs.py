@@ -26,6 +26,20 @@ Given = Mapping[str, Spec | None]
 """Specs of arguments by name; None leaves one open."""
 
 
+def typed_choices(model: Model, choices: NDArray[np.int64]) -> dict[int, int]:
+    """Return the plan's choice of each node of values that the step's own code computes, or takes.
+
+    Explicit mode gives them the plan's specs by hints. Values of the backward pass alone have no place in the code.
+    """
+    graph, structure = model.graph, model.structure
+    nodes = [
+        model.cluster_node[cluster.id]
+        for cluster in structure.clusters
+        if any((op := graph.maker(tensor)) is None or "transpose(jvp" not in op.name for tensor in cluster.tensors)
+    ]
+    return {node: int(choices[node]) for node in nodes}
+
+
 @dataclasses.dataclass(frozen=True)
 class Propagation:
     """Completion of argument specs to choices on one model."""

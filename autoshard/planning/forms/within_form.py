@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -14,12 +13,19 @@ from autoshard.base.units import format_bytes
 from autoshard.cost import Topology
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.planning.forms.dim_name_rules import Mappings, NamedDims, recorded_mappings
-from autoshard.planning.forms.export_forms import Form, Rest, divides_work, expressible_specs, gathered_specs
+from autoshard.planning.forms.export_forms import (
+    Form,
+    Rest,
+    copied_specs,
+    divides_work,
+    expressible_specs,
+    gathered_specs,
+)
 from autoshard.planning.forms.gathered_parameters import SOLVE_S, gathered_candidate
 from autoshard.planning.forms.held_recipes import plan_of_held
 from autoshard.planning.forms.maxtext_axes import maxtext_candidate, maxtext_candidates, maxtext_uses
-from autoshard.planning.forms.propagated_specs import Propagation, needs_pins
-from autoshard.planning.price.analysed_program import analyse_program, as_planned, batch_dims, model_of, reprice
+from autoshard.planning.forms.propagated_specs import Propagation, needs_pins, typed_choices
+from autoshard.planning.price.analysed_program import analyse_program, as_planned, model_of, reprice
 from autoshard.planning.price.evaluate import evaluate, tensor_spec
 from autoshard.planning.price.prediction import predict
 from autoshard.planning.record.plan_parts import Prediction
@@ -90,44 +96,9 @@ def price_form(plan: Plan, program: Program, form: Form, held: Program | None = 
         gathered = gathered_candidate(form.name, model, reading.groups, split, limits, Required({}, {}), axes)
         if gathered is not None:
             return predict(model, gathered.outcome, plan.memory_limit_bytes)
-    typed = _typed(model, choices) if form.hints else None
+    typed = typed_choices(model, choices) if form.hints else None
     completed = Propagation(model, form.rest, plan.results if form.state else {}).choices(given, fixed=typed)
     return predict(model, evaluate(model, completed), plan.memory_limit_bytes)
-
-
-def _typed(model: Model, choices: NDArray[np.int64]) -> dict[int, int]:
-    """Return the plan's choice of each node of values that the step's own code computes, or takes.
-
-    Explicit mode gives them the plan's specs by hints. Values of the backward pass alone have no place in the code.
-    """
-    graph, structure = model.graph, model.structure
-    nodes = [
-        model.cluster_node[cluster.id]
-        for cluster in structure.clusters
-        if any((op := graph.maker(tensor)) is None or "transpose(jvp" not in op.name for tensor in cluster.tensors)
-    ]
-    return {node: int(choices[node]) for node in nodes}
-
-
-def with_split_batch(plan: Plan, program: Program) -> Plan:
-    """Return the plan with batch arguments split along their batch dim by all of the plan's `batch_axes`.
-
-    A plan may leave token ids whole, because every device looks all tokens up in some of the columns. A form without
-    pins cannot express that: from whole ids every device would compute the whole batch. Arguments that the user
-    pinned, that the axes do not divide, or whose other dims they split, stay as they are.
-    """
-    _, batch_dims_of, _ = batch_dims(program)
-    parts = math.prod(plan.mesh[axis] for axis in plan.batch_axes)
-    arguments = dict(plan.arguments)
-    for argument, dims in zip(program.arguments, batch_dims_of, strict=True):
-        is_batch = argument.role is Role.BATCH and argument.name not in plan.origin.pinned
-        if not is_batch or len(dims) != 1 or argument.shape[dims[0]] % max(parts, 1):
-            continue
-        (dim,), spec = dims, plan.arguments[argument.name].of_rank(len(argument.shape))
-        elsewhere = {axis for other, axes in enumerate(spec.dims) if other != dim for axis in axes}
-        if set(spec.dims[dim]) < set(plan.batch_axes) and elsewhere.isdisjoint(plan.batch_axes):
-            arguments[argument.name] = Spec((*spec.dims[:dim], plan.batch_axes, *spec.dims[dim + 1 :]))
-    return dataclasses.replace(plan, arguments=arguments)
 
 
 def by_name(plan: Plan, program: Program) -> tuple[Mappings, dict[str, Spec]]:
@@ -332,7 +303,9 @@ class _FormSearch:
         made, tried = [], []
         starts = [self.expressed(self.specs(start.choices)) for start in (found.best, *found.baselines.values())]
         if self.form.hybrid:
-            starts += [self.without(starts[0], axis) for axis in axes if len(axes) > 1]
+            names, args = self.model.axis_names, (self.shapes, self.roles, self.model.mesh.axes)
+            for axis in axes if len(axes) > 1 else ():
+                starts.append(copied_specs(self.form, starts[0], *args, [names[a] for a in axes], names[axis]))
         for start in starts:
             specs = self.split_over(start, axes)
             if specs not in tried:
@@ -357,20 +330,6 @@ class _FormSearch:
                 alone = self.tried.get(tuple(given.items()))
                 made.append((self.gathering(specs, axes) if axes else None) or alone)
         return min((each for each in made if each is not None), key=_rank, default=None)
-
-    def without(self, given: Mapping[str, Spec | None], axis: int) -> dict[str, Spec | None]:
-        """Return specs in which an axis, by number, splits no parameter, and the other axes split some."""
-        name = self.model.axis_names[axis]
-        others = [each for each in range(len(self.model.axis_sizes)) if each != axis]
-        free = {
-            key: Spec(tuple(tuple(a for a in names if a != name) for names in spec.dims))
-            if spec is not None and self.roles[key] != Role.BATCH
-            else spec
-            for key, spec in given.items()
-        }
-        names = [self.model.axis_names[each] for each in wide_axes(self.model, others)]
-        plain = dataclasses.replace(self.form, hybrid=False, replicates=False)
-        return gathered_specs(plain, free, self.shapes, self.roles, self.model.mesh.axes, names)
 
     def split_over(self, given: Mapping[str, Spec | None], axes: tuple[int, ...]) -> dict[str, Spec | None]:
         """Return specs in which the form splits parameters over some axes, by number."""

@@ -36,7 +36,7 @@ HOW = {
     "solved": "everything else chosen again",
     "held": "everything else as it is",
     "impossible": "its neighbours exclude it",
-    "unsolved": "needs other decisions beside it: add --solve",
+    "unsolved": "needs other decisions too: add --solve",
 }
 """Words for the values of `Alternative.how`."""
 

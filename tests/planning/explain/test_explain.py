@@ -92,7 +92,7 @@ def test_specs_that_the_fixed_decisions_exclude_are_solved(monkeypatch: pytest.M
     assert {one.step_time_s for one in others if one.how == "unsolved"} == {None}
     text = io.StringIO()
     Console(file=text, width=200).print(explanation_report(explain_plan(plan, "w.up", program)))
-    assert "needs other decisions beside it: add --solve" in text.getvalue()
+    assert "needs other decisions too: add --solve" in text.getvalue()
 
 
 def test_fixed_decisions_never_beat_solved_ones() -> None:

@@ -284,5 +284,5 @@ def test_a_hybrid_form_copies_parameters_over_axes_that_split_none() -> None:
     axes = ("data", "model")
     found = gathered_specs(FORMS["fsdp2"], specs, shapes, roles, mesh, axes)
     assert (found["w"], found["b"]) == (Spec(((), ("model",))), Spec((("model",),)))
-    whole = gathered_specs(FORMS["torchtitan"], specs, shapes, roles, mesh, axes)
+    whole = gathered_specs(FORMS["transformers"], specs, shapes, roles, mesh, axes)
     assert (whole["w"], whole["b"]) == (Spec(((), ("data", "model"))), Spec((("data", "model"),)))
