@@ -85,6 +85,8 @@ class Pruned:
     choices: Ints | None
     """Best choices found within the memory limit, as alternatives of the whole network; all of them remain."""
     complete: bool
-    """True if every pruned alternative costs more than `choices`; False if more were pruned to limit the size."""
+    """True if every pruned alternative costs more than `choices` or at least `enough` (see `prune`); False if more were
+    pruned to limit the size.
+    """
     messages: Messages | None = None
     """Messages from which a network with the same links can start."""

@@ -74,6 +74,34 @@ def test_the_optimum_is_preserved(problem: Problem) -> None:
         assert all(choice in mine for choice, mine in zip(narrowed.choices, narrowed.alternatives, strict=True))
 
 
+@settings(max_examples=100, deadline=None)
+@given(problems(most_nodes=5), st.floats(-0.2, 0.4))
+def test_what_costs_less_than_enough_is_preserved(problem: Problem, above: float) -> None:
+    best = brute_force(problem)
+    if best is None:
+        return
+    enough = best + above * max(1, abs(best))
+    narrowed = prune(network(problem), enough=enough)
+    assert narrowed.complete and all(len(mine) for mine in narrowed.alternatives)
+    assert narrowed.bound <= best + 1e-6 * abs(best) + 1e-3
+    if best < enough:
+        assert brute_force(restricted(problem, narrowed.alternatives)) == best
+
+
+def test_useless_choices_are_pruned_although_no_better_ones_are_known() -> None:
+    """Limit memory so that the choices which message passing decodes do not fit."""
+    random = np.random.default_rng(0)
+    count, wide = 12, 40
+    costs = random.integers(0, 10**6, (count, wide)).tolist()
+    edges = [(n, n + 1, random.integers(0, 10**6, wide * wide).tolist()) for n in range(count - 1)]
+    terms = [(n, 0, 1, random.integers(1, 100, wide).tolist()) for n in range(count)]
+    tight = network(make_problem(costs, edges, terms, 120))
+    alone = prune(tight)
+    assert alone.choices is None and sum(map(len, alone.alternatives)) == count * wide
+    told = prune(tight, enough=1.05 * alone.bound)
+    assert sum(map(len, told.alternatives)) < 0.3 * count * wide
+
+
 def test_most_of_a_chain_goes() -> None:
     random = np.random.default_rng(0)
     count, wide = 12, 40

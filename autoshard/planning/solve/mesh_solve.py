@@ -212,8 +212,9 @@ def _solve_pruned(model: Decisions, weights: Weights, enforced: int | None, term
     """Solve under the memory limit `enforced`, None for none; a large problem is pruned first.
 
     The returned problem has the memory limit of `terms`. If pruning removed alternatives without proof, the status is
-    no longer optimal or infeasible, and the bound is the pruned network's if lower. Raises `OutOfRangeError` for a
-    solution that costs `OUT_OF_RANGE` or more.
+    no longer optimal or infeasible, and the bound is the pruned network's if lower. Pruning removes useless choices
+    too, so that the bound is at most `enough` of the terms. Raises `OutOfRangeError` for a solution that costs
+    `OUT_OF_RANGE` or more.
     """
     kept = kept_of(model, terms.allowed)
     hint, messages = terms.hint, terms.messages
@@ -222,7 +223,7 @@ def _solve_pruned(model: Decisions, weights: Weights, enforced: int | None, term
         pruned = prune(build_network(model, weights, enforced, kept), hint, messages, terms.enough)
         messages = pruned.messages or messages
         if pruned.bound >= terms.enough:
-            return _of_no_use(model, weights, terms, kept, pruned)
+            return _of_no_use(model, weights, terms, kept, pruned, int(pruned.bound))
         kept, hint = pruned.alternatives, hint if pruned.choices is None else pruned.choices
     problem = build_problem(model, weights, terms.memory_limit, kept)
     try:
@@ -240,21 +241,25 @@ def _solve_pruned(model: Decisions, weights: Weights, enforced: int | None, term
         raise OutOfRangeError(TOO_LONG) from None
     if solution.status in (Status.OPTIMAL, Status.FEASIBLE) and solution.cost >= OUT_OF_RANGE:
         raise OutOfRangeError(TOO_LONG)
-    if pruned is not None and not pruned.complete:
-        bound = min(solution.lower_bound, max(0, int(pruned.bound)))
+    if pruned is not None and not (pruned.complete and solution.cost < terms.enough):
+        # Pruned choices may cost less than the solution, but no less than this.
+        least = math.ceil(terms.enough) if pruned.complete else max(0, int(pruned.bound))
+        if pruned.complete and solution.status is Status.INFEASIBLE:
+            return _of_no_use(model, weights, terms, kept, pruned, least)
+        bound = min(solution.lower_bound, least)
         status = Status.FEASIBLE if solution.status is Status.OPTIMAL else solution.status
         status = Status.UNKNOWN if solution.status is Status.INFEASIBLE else status
         solution = dataclasses.replace(solution, lower_bound=bound, status=status)
     return Solved(problem, solution, kept, enforced is not None, messages)
 
 
-def _of_no_use(model: Decisions, weights: Weights, terms: Terms, kept: Kept, pruned: Pruned) -> Solved:
+def _of_no_use(model: Decisions, weights: Weights, terms: Terms, kept: Kept, pruned: Pruned, bound: int) -> Solved:
     """Return a result without choices, since none costs less than `enough`.
 
-    Its problem has one alternative of each node, and its solution the bound of `pruned`.
+    Its problem has one alternative of each node, and its solution the given bound.
     """
     part = build_problem(model, weights, terms.memory_limit, [mine[:1] for mine in kept])
-    solution = Solution(np.zeros(0, dtype=np.int64), FORBIDDEN, int(pruned.bound), Status.UNKNOWN, {})
+    solution = Solution(np.zeros(0, dtype=np.int64), FORBIDDEN, bound, Status.UNKNOWN, {})
     return Solved(part, solution, kept, False, pruned.messages or terms.messages)
 
 

@@ -253,7 +253,8 @@ class WeightSearch:
             hint = self.best.choices if self.best is not None else None
             share = max(2.0, left / (2 if self.rounds == 1 else 3))
             allowed = required.allowed
-            enough = beat_s * 1e12 if beat_s > 0 else math.inf  # a program without ops takes no time
+            # A program without ops takes no time. A picosecond more than the least integer outweighs rounding.
+            enough = math.ceil(beat_s * 1e12) + 1 if 0 < beat_s < math.inf else math.inf
             terms = Terms(room, share, limits.seed, hint, allowed, self.messages, True, stop, enough)
             solved = solve_within(self.model, weights, terms, self.repeats)
             if stop is not None and stop.is_set():

@@ -29,17 +29,17 @@ _PATIENCE = 5
 def prune(
     network: Network, hint: Ints | None = None, start: Messages | None = None, enough: float = math.inf
 ) -> Pruned:
-    """Prune alternatives that cannot be part of choices as good as the best found, `hint` included.
+    """Prune alternatives that cannot be part of useful choices: as good as the best found, and cheaper than `enough`.
 
     Message passing computes a lower bound on the cost of every alternative. An alternative is pruned if its slack
-    exceeds the gap between the best choices and the bound. The gap includes a margin, since costs may later be rounded
+    exceeds the gap between useful choices and the bound. The gap includes a margin, since costs may later be rounded
     to whole picoseconds.
 
     - `hint`: choices of the whole network, [nodes]; counted only if they fit in memory and no hard constraint excludes
       them.
     - `start`: messages of a network with the same links and other costs; they save most of the work if the costs are
       similar.
-    - `enough`: lower bound at which pruning ends.
+    - `enough`: cost from which on choices are useless, so that pruning ends at this lower bound.
 
     If no choices satisfy the hard constraints, the result has all allowed alternatives, no choices, and the bound minus
     infinity. If the tables would exceed `_MOST` entries, more is pruned and `complete` is False.
@@ -57,12 +57,12 @@ def prune(
     best, upper = (None, math.inf) if hint is None else state.offer(np.asarray(hint), None, math.inf)
     bound, idle = -math.inf, 0
     for _ in range(_TURNS):
-        decoded = state.dual.ascend(_SWEEPS, upper, 1.0)
+        decoded = state.dual.ascend(_SWEEPS, min(upper, enough), 1.0)
         best, upper = state.offer(state.whole(decoded), best, upper)
         before, bound = bound, max(bound, min(state.dual.bound, upper))
         if bound >= enough:
             break
-        gap = upper - bound + rounding + 1e-9 * abs(bound)
+        gap = min(upper, enough) - bound + rounding + 1e-9 * abs(bound)
         idle = 0 if bound - before > 1e-4 * abs(bound) else idle + 1
         done = gap <= 2 * rounding + 1e-6 * abs(bound) or idle >= _PATIENCE
         if messages is None and (done or gap < 0.1 * abs(bound)):
