@@ -13,9 +13,10 @@ from tests.command import run
 from tests.validation.measured import MODEL, group, write
 
 
-BARE = {"remat": "full", "attention": "splash"}
+BARE = {"remat": "full", "attention": "splash", "optimizer": "adamw"}
 STATED = {"seq": 256, "per_device_batch": 1} | BARE
-ARGUMENTS = {"remat_policy": "full", "max_target_length": 256, "per_device_batch_size": 1, "attention": "flash"}
+ARGUMENTS = {"remat_policy": "full", "max_target_length": 256, "per_device_batch_size": 1, "opt_type": "adamw"}
+ARGUMENTS |= {"attention": "flash"}
 
 
 def read(folder: pathlib.Path, plan: Any = None, assume: Any = None, **changes: Any) -> MeasuredPlan:
