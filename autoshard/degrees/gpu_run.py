@@ -55,6 +55,10 @@ class EagerFramework:
     """Bytes of 16-bit gradients that are summed over replicas at a time; 0 for all."""
     overlapped_sums: bool
     """True if replicas with all state overlap the sums of gradients with the last backward pass (torch DDP)."""
+    overlapped_state: bool
+    """True if ZeRO stage 1 overlaps its sums with backward passes, and its gathers with forward passes."""
+    narrow_inputs: bool
+    """True if inputs of matmuls in 8 bits are saved in 8 bits (Transformer Engine), False if as they were before."""
     gradient_copies: bool
     """True if 16-bit gradients stay allocated next to the float32 buffer when there are replicas."""
 
@@ -103,6 +107,8 @@ class GpuRun:
     """GPUs that divide a layer's experts, of the `dp * tp` of a stage; tokens are sent to them and back."""
     cp: int = 1
     """GPUs that divide a sequence (context parallelism), each with equally many scores."""
+    adapter_rank: int = 0
+    """Rank of adapters (LoRA) of attention's projections, which alone are trained; 0 without adapters."""
 
     def __post_init__(self) -> None:
         """Check degrees, stated batch, ZeRO stage and recomputation. Raises: UserError for the first that is wrong."""
@@ -133,6 +139,13 @@ class GpuRun:
         return self.dp * self.cp
 
     @property
+    def adapter_params(self) -> int:
+        """Weights of the adapters of one layer: of queries with keys and values, and of the output."""
+        decoder = self.decoder
+        queries, keys = decoder.heads * decoder.head_size, decoder.kv_heads * decoder.head_size
+        return self.adapter_rank * (2 * decoder.width + 2 * queries + 2 * keys)
+
+    @property
     def micro_tokens(self) -> float:
         """Tokens of a microbatch on one GPU."""
         return self.micro_batch * self.seq / self.cp
@@ -155,9 +168,13 @@ class GpuRun:
     def split_parameters(self, layers: float, tables: float = 0) -> tuple[tuple[float, int], ...]:
         """Return parameters that one GPU holds before ZeRO, with the number of its replicas: dense ones, then experts.
 
+        Adapters are the only ones that are trained, and are not split.
+
         - `layers`, `tables`: number of layers and of tables (embedding, head) to count.
         """
         decoder = self.decoder
+        if self.adapter_rank:
+            return ((layers * self.adapter_params, self.replicas),)
         if decoder.experts == 1:
             return (((layers * decoder.dense_layer_params + tables * decoder.table_params) / self.tp, self.replicas),)
         router = decoder.width * decoder.experts

@@ -202,6 +202,19 @@ class GpuPrices:
         ]
         return sum(pair) * (2 if backward else 1)
 
+    def _adapters(self) -> float:
+        """Return the seconds of the adapters of one layer, forward; the backward pass takes twice as long."""
+        run, decoder = self.run, self.run.decoder
+        if not run.adapter_rank:
+            return 0.0
+        queries, keys = decoder.heads * decoder.head_size, decoder.kv_heads * decoder.head_size
+        pairs = ((decoder.width, (queries + 2 * keys) / run.tp), (queries / run.tp, decoder.width))
+        return sum(
+            self.matmul(self.tokens, run.adapter_rank, wide, wide=True)
+            + self.matmul(self.tokens, out, run.adapter_rank, wide=True)
+            for wide, out in pairs
+        )
+
     def _context(self, backward: bool) -> float:
         """Return the seconds of attention with the ring over `cp` that brings all keys and values to every GPU.
 
@@ -250,7 +263,7 @@ class GpuPrices:
         """Price one layer of one microbatch, forward, with its gathers and scatters, or sums, over `tp`."""
         matmuls = self._matmuls()
         device = sum(self.matmul(each.rows, each.columns, each.contracted, each.count) for each in matmuls)
-        device += self._context(False) + self._elementwise(False) + self._exchanges()
+        device += self._context(False) + self._elementwise(False) + self._exchanges() + self._adapters()
         if self.run.tp > 1:
             size = 2.0 * self.tokens * self.run.decoder.width
             if self.run.eager.sequence_parallel:
@@ -283,11 +296,12 @@ class GpuPrices:
     def layer_backward(self) -> Pass:
         """Price the gradients of one layer of one microbatch, and their addition to the buffer; no recomputation."""
         run = self.run
-        device = self._context(True) + self._elementwise(True) + self._exchanges()
+        device = self._context(True) + self._elementwise(True) + self._exchanges() + 2 * self._adapters()
         size = 2.0 * self.tokens * run.decoder.width
         for each in self._matmuls():
             m, n, k = each.rows, each.columns, each.contracted
             rows, weights = self.matmul(m, k, n, each.count), self.matmul(k, n, m, each.count)
+            weights = 0.0 if run.adapter_rank else weights  # frozen weights have no gradients
             device += rows + weights
             if run.tp == 1 or not each.block:
                 continue
@@ -324,8 +338,8 @@ class GpuPrices:
         size = 2.0 * self.tokens * decoder.width
         if backward:
             device += self.matmul(self.tokens, decoder.width, columns, wide=True)
-            device += self.matmul(decoder.width, columns, self.tokens, wide=True)
-            device += self._accumulated(decoder.table_params / run.tp)
+            device += 0.0 if run.adapter_rank else self.matmul(decoder.width, columns, self.tokens, wide=True)
+            device += 0.0 if run.adapter_rank else self._accumulated(decoder.table_params / run.tp)
         else:
             device += self.matmul(self.tokens, columns, decoder.width, wide=True)
         if run.tp > 1:
@@ -342,6 +356,8 @@ class GpuPrices:
         # Forward reads and writes 2 bytes an element; backward sums in float32. Rough counts: 4 kernels, 6 launches.
         size = (12.0 if backward else 4.0) * self.tokens * decoder.width
         device = self.streamed(size, 4)
+        if backward and run.adapter_rank:
+            return NOTHING
         if backward and not (decoder.tied and run.pp == 1):
             device += self._accumulated(decoder.table_params / run.tp)
         if run.tp > 1:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from autoshard.cost import Kind
 from autoshard.degrees.gpu_run import GpuRun, GpuStage, gpu_stages, waiting
 from autoshard.degrees.gpu_stage import NOTHING, GpuPrices, HostFigures, MachinePrices, Pass
 
@@ -47,18 +48,23 @@ def price_step(run: GpuRun, figures: HostFigures | None = None, machine: Machine
         forward, backward = _gathered(prices, forward, backward)
     ends = {(name, late): getattr(prices, name)(late) for name in ("embedding", "head") for late in (False, True)}
     sent = prices.sent()
-    stage_seconds, last = [], 0.0
+    stage_seconds, first, last = [], 0.0, 0.0
     for stage in stages:
         front, back = forward.times(stage.layers), backward.times(stage.layers)
         for name, present in (("embedding", stage.embedding), ("head", stage.head)):
             front += ends[name, False] if present else NOTHING
             back += ends[name, True] if present else NOTHING
         stage_seconds.append(front.seconds + back.seconds + 2 * sent)
-        last = back.seconds
+        first, last = front.seconds, back.seconds
     slowest = max(stage_seconds)
     busy = run.accumulation * slowest
     bubble = (sum(stage_seconds) - slowest) / run.chunks
-    gradients, optimizer = _updated(prices, stages)
+    sums, gathers, optimizer = _updated(prices, stages)
+    gradients = sums + gathers
+    if run.zero == 1 and run.eager.overlapped_state:
+        # Overlapped transfers are hidden, but for the share that contention exposes.
+        hidden = min(sums, _overlap(run, last)) + min(gathers, _overlap(run, first))
+        gradients += (prices.figures.contention - 1.0) * hidden
     if run.pp == 1 and run.zero == 0 and run.eager.overlapped_sums:
         overlap = min(gradients, last)
         # Overlapped sums are hidden, but for the share that contention exposes.
@@ -101,13 +107,24 @@ def _beside(each: Pass, sent: float, contention: float) -> Pass:
     return Pass(longer + contention * shorter, each.host)
 
 
+def _overlap(run: GpuRun, seconds: float) -> float:
+    """Return the seconds of passes that can hide the sums, or the gathers, of a stage's parameters.
+
+    Without chunks they are those of one microbatch (`seconds`). A schedule with chunks runs `pp` microbatches through
+    one chunk before the next. So all but one chunk are ready while the others compute their last microbatches.
+    """
+    if run.chunks == 1:
+        return seconds
+    return seconds * min(run.pp, run.accumulation) * (run.chunks - 1) / run.chunks
+
+
 def _tables(run: GpuRun, stage: GpuStage) -> int:
     """Return the number of tables of a stage; a tied table with both embedding and head counts once."""
     return 1 if run.decoder.tied and stage.embedding and stage.head else stage.embedding + stage.head
 
 
-def _updated(prices: GpuPrices, stages: tuple[GpuStage, ...]) -> tuple[float, float]:
-    """Return seconds of the sums over replicas, and of the optimizer's update, on the stage with most parameters.
+def _updated(prices: GpuPrices, stages: tuple[GpuStage, ...]) -> tuple[float, float, float]:
+    """Return seconds of sums over replicas, gathers, and the optimizer's update, on the stage with most parameters.
 
     ZeRO stages 1 and 2 reduce-scatter gradients and gather parameters. The sums of stage 3 are zero here, since the
     passes contain them; sums of a single replica are zero, too. The update includes the zeroing, norm and clipping of
@@ -118,20 +135,18 @@ def _updated(prices: GpuPrices, stages: tuple[GpuStage, ...]) -> tuple[float, fl
         stages, key=lambda each: sum(held for held, _ in run.split_parameters(each.layers, _tables(run, each)))
     )
     shares = run.split_parameters(largest.layers, _tables(run, largest))
-    sums = 0.0
+    sums = gathers = 0.0
     for parameters, wires, axis in prices.replicas(largest.layers, _tables(run, largest)) if run.zero < 3 else ():
         bucket = run.eager.bucket_bytes or 2.0 * parameters
         count = 2.0 * parameters / bucket
         size = bucket / 2.0 * run.eager.gradient_bytes
-        if run.zero:
-            each = wires.time("reduce-scatter", (axis,), size) + wires.time("all-gather", (axis,), bucket)
-        else:
-            each = wires.time("all-reduce", (axis,), size)
-        sums += count * float(each)
+        kind: Kind = "reduce-scatter" if run.zero else "all-reduce"
+        sums += count * float(wires.time(kind, (axis,), size))
+        gathers += count * float(wires.time("all-gather", (axis,), bucket)) if run.zero else 0.0
     mine = sum(held / (replicas if run.zero else 1) for held, replicas in shares)
     all_gradients = sum(held / (replicas if run.zero == 3 else 1) for held, replicas in shares)
     # 200 is a rough count of the kernels of an update.
-    return sums, prices.streamed(_ADAM_BYTES * mine + _NORM_BYTES * all_gradients, 200)
+    return sums, gathers, prices.streamed(_ADAM_BYTES * mine + _NORM_BYTES * all_gradients, 200)
 
 
 def _stage_bytes(run: GpuRun, stage: GpuStage, place: int) -> float:
@@ -148,15 +163,23 @@ def _stage_bytes(run: GpuRun, stage: GpuStage, place: int) -> float:
         copies = 2.0 if eager.gradient_copies and replicas > 1 else 0.0
         # Float32 parameter and two moments; the gradient; the 16-bit parameter. Each is split from its ZeRO stage on.
         state += parameters * (12.0 / over[0] + eager.gradient_bytes / over[1] + 2.0 / over[2] + copies)
+    if run.adapter_rank:
+        frozen = stage.layers * decoder.dense_layer_params + _tables(run, stage) * decoder.table_params
+        state += (1.0 if run.dtype == "fp8" else 2.0) * frozen / run.tp
     tokens = run.micro_tokens
     spread = run.tp if eager.sequence_parallel else 1
     routed = tokens / spread * decoder.active_experts
     saved_bytes = eager.kept_bytes
     # Heads may be wider than the residual stream; the counts do not tell the two apart.
-    layer = saved_bytes["hidden"] * tokens * max(decoder.width, decoder.heads * decoder.head_size) / spread
+    layer = (
+        (saved_bytes["hidden"] - _narrower(run)[0])
+        * tokens
+        * max(decoder.width, decoder.heads * decoder.head_size)
+        / spread
+    )
     layer += saved_bytes["gathered"] * tokens * decoder.width
     if decoder.experts == 1:
-        layer += saved_bytes["ffn"] * decoder.mlp_width * tokens / run.tp
+        layer += (saved_bytes["ffn"] - _narrower(run)[1]) * decoder.mlp_width * tokens / run.tp
     else:
         # Rows sorted by expert, and the rows that return, have 2 bytes an element.
         layer += routed * (saved_bytes["ffn"] * decoder.expert_inner + 4.0 * decoder.width)
@@ -170,6 +193,17 @@ def _stage_bytes(run: GpuRun, stage: GpuStage, place: int) -> float:
         activations = _selective_bytes(run) * flying + layer
     logits = saved_bytes["logits"] * tokens * decoder.vocabulary / run.tp * stage.head
     return state + activations + logits
+
+
+def _narrower(run: GpuRun) -> tuple[float, float]:
+    """Return by how many bytes an element of the hidden and of the MLP width less is saved than with 16-bit training.
+
+    The inputs of the four matmuls of a layer are saved for the gradients of weights: three of the hidden width, one of
+    the MLP's. With `fp8` they may have one byte. Frozen weights need none; adapters read two of the former.
+    """
+    if run.adapter_rank:
+        return 2.0, 2.0
+    return (3.0, 1.0) if run.dtype == "fp8" and run.eager.narrow_inputs else (0.0, 0.0)
 
 
 def _selective_bytes(run: GpuRun) -> float:

@@ -2,13 +2,16 @@
 
 import dataclasses
 import pathlib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from autoshard.base.files import read_json
-from autoshard.cost import Topology
+from autoshard.cost import Topology, chip_names
 from autoshard.degrees.gpu_run import GpuRun, gpu_topology
 from autoshard.errors import UserError
+from autoshard.program import config_dims, read_config
+from autoshard.program.config_files import bundled
 from autoshard.serving import Decoder
 
 
@@ -56,8 +59,8 @@ def read_gpu_rows(path: str | pathlib.Path) -> tuple[GpuRow, ...]:
 
 
 _FORMS = (
-    "expected `models` and `rows` (a sweep), `single` and `multi` with `columns` and `rows`, or lists such as "
-    "`llm_foundry` and `megatron_sc21`"
+    "expected `models` and `rows` (a sweep, or rounds of MLPerf), `single` and `multi` with `columns` and `rows`, "
+    "or lists such as `llm_foundry` and `megatron_sc21`"
 )
 
 
@@ -92,7 +95,8 @@ def rows_of_document(document: Any, origin: str) -> tuple[GpuRow, ...] | None:
         return None
     try:
         if "models" in document:
-            return tuple(_sweep(document))
+            rounds = any("benchmark" in row for row in _dicts(document))
+            return tuple(_rounds(document) if rounds else _sweep(document))
         if "single" in document or "multi" in document:
             return tuple(_validation_rows(document))
         return (*_fsdp_rows(document), *_megatron_rows(document))
@@ -276,3 +280,72 @@ def _megatron_rows(document: Mapping[str, Any]) -> Iterator[GpuRow]:
             recompute="full",
             dtype="f16",
         )
+
+
+_DIMS = re.compile(r"(\d+) layers, width (\d+), (\d+) heads of (\d+), MLP (\d+)( ungated)?, vocabulary (\d+)")
+"""Dims in the text of a model, which is ungated only as stated."""
+_LLAMA = re.compile(r"Llama ([\d.]+) (\d+)B")
+"""Name of a public model in a text; generations 2 and 3 of one size have the same layers, but other vocabularies."""
+_RANK = re.compile(r"LoRA rank (\d+)")
+
+
+def _rounds(document: Mapping[str, Any]) -> Iterator[GpuRow]:
+    """Yield rounds of MLPerf Training by NeMo on Megatron; runs on unknown chips or with 4-bit matmuls are skipped.
+
+    Optimizer state is split over replicas (the distributed optimizer). Nothing is computed again, as in the
+    submissions' configurations. A model's text states its dims, or names a public model.
+    """
+    for row in _dicts(document):
+        text, gpus = document["models"][row["benchmark"]], row["nodes"] * row["gpus_a_node"]
+        label = f"dp{row['dp']} tp{row['tp']} pp{row['pp']} cp{row['cp']} micro {row['micro_batch']}"
+        label += f" x {row['microbatches']}" + (f" virtual {row['virtual_stages']}" if row["virtual_stages"] else "")
+        problem = f"{row['benchmark']} on {gpus} {row['chip']}, batch {row['global_batch']}"
+        names = (row["benchmark"], problem, f"{row['round']} {row['system']}", label)
+        measured = {"measured_s": row["step_s_median"], "measured_bytes": None, "fits": True}
+        why = _not_priced(row)
+        if why:
+            yield GpuRow(*names, None, skipped=why, **measured)
+            continue
+        rank = _RANK.search(text)
+        yield _made(
+            names,
+            measured,
+            decoder=_named_decoder(text),
+            topology=gpu_topology(row["chip"], gpus),
+            framework="nemo",
+            seq=row["sequence"],
+            dp=row["dp"],
+            tp=row["tp"],
+            pp=row["pp"],
+            cp=row["cp"],
+            micro_batch=row["micro_batch"],
+            accumulation=row["microbatches"],
+            stated_batch=row["global_batch"],
+            chunks=row["virtual_stages"] or 1,
+            zero=1,
+            recompute="none",
+            dtype="fp8" if "fp8" in row["precision"] else "bf16",
+            adapter_rank=int(rank[1]) if rank else 0,
+        )
+
+
+def _not_priced(row: Mapping[str, Any]) -> str:
+    """Return the reason for which a round cannot be priced; empty if it can."""
+    if row["chip"] not in chip_names():
+        return f"no chip file for {row['chip']}"
+    return "4-bit matmuls" if "4-bit" in row["precision"] else ""
+
+
+def _named_decoder(text: str) -> Decoder:
+    """Return the decoder of a model's text. Raises `ValueError` for a text without dims and without a known model."""
+    stated, named = _DIMS.search(text), _LLAMA.search(text)
+    if stated is not None:
+        layers, width, heads, size, mlp, vocabulary = (int(stated[n]) for n in (1, 2, 3, 4, 5, 7))
+        return Decoder(
+            layers, width, mlp, heads, heads, size, vocabulary, gated=stated[6] is None, tied=stated[6] is not None
+        )
+    name = "" if named is None else f"llama{'3' if named[1] == '2' else named[1]}-{named[2]}b"
+    decoder = config_dims(read_config(name)[1], Decoder) if name in bundled() else None
+    if decoder is None:
+        raise ValueError(f"a model without dims: {text!r}")
+    return decoder if named is None or named[1] != "2" else dataclasses.replace(decoder, vocabulary=32000)

@@ -71,7 +71,10 @@ def stated_decoder(model: Any, said: Mapping[str, Any]) -> Decoder:
     if sizes["layers"] % every:
         raise IncompleteError(f"{sizes['layers']} layers are not whole groups of {every}")
     tied = bool(dims.get("tied_head", family.startswith("gemma")))
-    return Decoder(**sizes, **_experts(dims), tied=tied, window=window, global_every=every, latent=latent)
+    gated = dims.get("gated", True)
+    if not isinstance(gated, bool):
+        raise IncompleteError(f"gated is {gated!r}, neither true nor false")
+    return Decoder(**sizes, **_experts(dims), gated=gated, tied=tied, window=window, global_every=every, latent=latent)
 
 
 def _sliding(text: Any) -> tuple[int, int]:

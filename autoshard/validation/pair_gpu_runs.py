@@ -19,7 +19,8 @@ from autoshard.validation.published_runs import IncompleteError
 _FRAMEWORKS = {
     r"torchtitan": "torchtitan",
     r"megatron[- ]?deepspeed": "megatron-deepspeed",
-    r"megatron|nemo|mcore": "megatron-core",
+    r"nemo": "nemo",
+    r"megatron|mcore": "megatron-core",
     r"nanotron": "nanotron",
 }
 """Words in the name of a framework -> name of the `EagerFramework`, the first match."""
@@ -121,7 +122,7 @@ def _zero(
         return value
     if framework.startswith("torchtitan"):
         return 2 if pp > 1 else 3
-    if replicas > 1 and framework == "megatron-core":
+    if replicas > 1 and framework in ("megatron-core", "nemo"):
         assumed.append("optimizer state split over replicas (ZeRO-1)")
         return 1
     return 0

@@ -156,11 +156,20 @@ def _flat(stated: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
             yield from ((k, v) for k, v in _flat(value) if _CANONICAL.get(str(k).lower(), str(k).lower()) not in own)
     for key, value in stated.items():
         if str(key).lower() == "mesh" and isinstance(value, Mapping):
-            for axis, size in value.items():
-                level, name = re.match(r"(dcn_|ici_)?(\w*)", str(axis).lower()).groups()  # type: ignore[union-attr]
-                yield f"{level or 'ici_'}{_MESH.get(name, name)}_parallelism", size
+            yield from _mesh_axes(value).items()
         elif not (isinstance(value, Mapping) and _ARGUMENTS.fullmatch(str(key).lower())):
             yield str(key), value
+
+
+def _mesh_axes(mesh: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the axes of a mesh as MaxText's degrees; sizes of two axes with one meaning multiply."""
+    degrees: dict[str, Any] = {}
+    for axis, size in mesh.items():
+        level, name = re.match(r"(dcn_|ici_)?(\w*)", str(axis).lower()).groups()  # type: ignore[union-attr]
+        key = f"{level or 'ici_'}{_MESH.get(name, name)}_parallelism"
+        whole = isinstance(size, int) and isinstance(degrees.get(key), int)
+        degrees[key] = degrees[key] * size if whole else size
+    return degrees
 
 
 def _listed(flags: Any) -> list[str]:

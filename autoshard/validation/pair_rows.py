@@ -32,7 +32,15 @@ from autoshard.validation.pair_keys import (
 )
 from autoshard.validation.pair_options import OPTIONS, STAGED, staged, stated_topology
 from autoshard.validation.pair_settings import SAVES, stated_blocks, stated_dtypes, stated_flags, stated_remat
-from autoshard.validation.published_runs import IncompleteError, Run, stack_axis, stream_on_width
+from autoshard.validation.published_runs import (
+    IncompleteError,
+    Run,
+    parse_run,
+    read_rows,
+    source_group,
+    stack_axis,
+    stream_on_width,
+)
 from autoshard.validation.serving_rows import ServingRun, read_serving
 
 
@@ -124,16 +132,74 @@ def read_groups(
         raise UserError(f"pairs file {file} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise UserError(f"pairs file {file} is not JSON: {error}") from error
-    groups = document.get("groups") if isinstance(document, dict) else document
+    groups = _listed_groups(document)
     if not isinstance(groups, list) or not groups:
         raise UserError(f"pairs file {file} holds no list of groups")
     given = canonical(assume or {})
-    parsed = tuple(_group(_whole(each, groups), f"{file}, group {number}", given) for number, each in enumerate(groups))
+    published = isinstance(groups[0], dict) and "metric" in groups[0]
+    parsed = (
+        _published_groups(read_rows(file, []))
+        if published
+        else tuple(_group(_whole(each, groups), f"{file}, group {number}", given) for number, each in enumerate(groups))
+    )
     wanted = tuple(only)
     selected = tuple(group for group in parsed if not wanted or any(text in group.group for text in wanted))
     if not selected:
         raise UserError(f"no group of {file} is called {' or '.join(wanted)}")
     return selected
+
+
+def _listed_groups(document: Any) -> Any:
+    """Return the groups of a document: listed, or made of its rounds of MLPerf on TPUs, a group for each row."""
+    if not isinstance(document, dict) or "gpt3_model" not in document:
+        return document.get("groups") if isinstance(document, dict) else document
+    models = {"gpt3": document["gpt3_model"], "stable_diffusion": {"family": "a U-Net of Stable Diffusion"}}
+    tables = {table: document.get(table, ()) for table in models}
+    pipelines = document.get("pipelines_on_tpu")
+    tables["gpt3 pipeline"] = pipelines.get("rows", ()) if isinstance(pipelines, dict) else ()
+    return [_round(models.get(table, models["gpt3"]), row) for table, rows in tables.items() for row in rows]
+
+
+def _round(model: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of MLPerf on TPUs as a group: the model's options, and matmuls of 8 bits as its dtype."""
+    keys = ("mesh", "sequences_a_chip", "global_batch", "remat", "framework", "attention", "xla_flags", "microbatches")
+    plan = {key: row[key] for key in keys if key in row and (key != "xla_flags" or "--" in str(row[key]))}
+    plan |= {"dtype": row["matmuls"]} if "matmuls" in row else {}
+    step = row.get("step_s_estimate", row.get("step_s_median"))
+    return {
+        "group": row.get("id", ""),
+        "source": row.get("source", ""),
+        "model": {"family": "gpt3", **model},
+        "hardware": f"TPU {row.get('chip')}",
+        "fixed": {"seq": model.get("sequence"), "optimizer": "adam"},
+        "rows": [{"plan": plan} | ({} if step is None else {"step_time_s": step})],
+        **{key: row[key] for key in ("chips", "slices", "topology") if key in row},
+    }
+
+
+def _published_groups(rows: Iterable[Mapping[str, Any]]) -> tuple[MeasuredGroup, ...]:
+    """Return published runs, in the form of `validate --data`, as groups of workloads, one for each source."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(source_group(row["source"]), []).append(row)
+    return tuple(
+        MeasuredGroup(source, own[0]["source"], str(own[0].get("tpu") or own[0].get("gpu") or ""), False,
+                      tuple(map(_published, own)), any(row.get("tpu") for row in own))
+        for source, own in groups.items()
+    )  # fmt: skip
+
+
+def _published(row: Mapping[str, Any]) -> MeasuredPlan:
+    """Return a published run as a row of a group; one that cannot be rebuilt has the reason in `skipped`."""
+    bare = MeasuredPlan(row["id"], row["id"], None)
+    try:
+        run = parse_run(row)
+    except (IncompleteError, UserError) as error:
+        return dataclasses.replace(bare, skipped=str(error))
+    if not isinstance(run, Run):
+        return dataclasses.replace(bare, skipped="a matmul is no step")
+    token_s = run.step_s / (run.batch * run.seq)
+    return dataclasses.replace(bare, run=run, step_s=run.step_s, token_s=token_s, fits=True, assumed=run.assumed)
 
 
 def _whole(given: Any, groups: list[Any]) -> Any:

@@ -58,6 +58,21 @@ class IncompleteError(Exception):
     """Error for a row that cannot be rebuilt, with the reason."""
 
 
+def source_group(source: str) -> str:
+    """Return `owner/name: folder` of a source such as `owner/name@commit:folder/.../README.md`.
+
+    Rows of one published table have equal results. The folder is that of a chip's generation, else the file's own. A
+    source of another form is returned unchanged.
+    """
+    repository, _, path = source.partition(":")
+    if not path or "/" not in repository:
+        return source
+    generations = {alias for name in chip_names() for alias in (name, *load_chip(name).aliases)}
+    parts = re.split(r" \+ | ", path)[0].split("/")
+    last = next((k for k, part in enumerate(parts) if part in generations), len(parts) - 2)
+    return f"{repository.partition('@')[0]}: {'/'.join(parts[: last + 1])}"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
     """One complete training run: model, machine, sharding and options."""

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import pathlib
-import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost import Calibration, Compute, chip_names, load_calibration, load_chip, make_mesh, with_flags
+from autoshard.cost import Calibration, Compute, load_calibration, make_mesh, with_flags
 from autoshard.errors import UserError
 from autoshard.planning.explain.write_plan import Writer
 from autoshard.planning.mesh.portfolio import Contender
@@ -25,7 +24,7 @@ from autoshard.planning.space.derived_axes import STAGE
 from autoshard.planning.space.dim_groups import Groups, find_groups
 from autoshard.planning.space.named_layouts import Uses, stated, with_stages_held, without_axis
 from autoshard.program import Program, decoder_program
-from autoshard.validation.published_runs import IncompleteError, MatmulRun, Run, parse_run, read_rows
+from autoshard.validation.published_runs import IncompleteError, MatmulRun, Run, parse_run, read_rows, source_group
 from autoshard.validation.serving_rows import ServingRun
 
 
@@ -88,21 +87,6 @@ class PublishedRow:
     def group(self) -> str:
         """Document of the row: its repository, and the folder of the chip's generation."""
         return source_group(self.source)
-
-
-def source_group(source: str) -> str:
-    """Return `owner/name: folder` of a source such as `owner/name@commit:folder/.../README.md`.
-
-    Rows of one published table have equal results. The folder is that of a chip's generation, else the file's own. A
-    source of another form is returned unchanged.
-    """
-    repository, _, path = source.partition(":")
-    if not path or "/" not in repository:
-        return source
-    generations = {alias for name in chip_names() for alias in (name, *load_chip(name).aliases)}
-    parts = re.split(r" \+ | ", path)[0].split("/")
-    last = next((k for k, part in enumerate(parts) if part in generations), len(parts) - 2)
-    return f"{repository.partition('@')[0]}: {'/'.join(parts[: last + 1])}"
 
 
 def validate_published(

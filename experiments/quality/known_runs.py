@@ -2,7 +2,8 @@
 
     python experiments/quality/known_runs.py [--figures PUBLISHED.json PAIRS.json] [--write] [--out FILE.md]
 
-`--figures` takes what `autoshard validate --json` and `autoshard validate --pairs --json` printed. `--write` stores the errors with the features of their runs in `autoshard/planning/explain/known_runs.json`.
+`--figures` takes what `autoshard validate --json` and `autoshard validate --pairs --json` printed. `--write` stores the
+errors with the features of their runs in `autoshard/planning/explain/known_runs.json`.
 """
 
 import argparse

@@ -205,3 +205,63 @@ def test_what_failed_with_a_run_that_holds_as_much_did_not_fail_for_memory():
         assert other.step is not None and failed.step is not None and other.step.peak_bytes >= failed.step.peak_bytes
     for less in (row(True, 8, 1, 2, zero=1), row(True, 4, 2, 2, zero=1), row(True, 4, 1, 2, zero=1, accumulation=1)):
         assert GpuPairs((GpuProblem("p", (failed, less)),)).not_for_memory() == 0
+
+
+NEMO = {"framework": "nemo", "zero": 1, "accumulation": 16, "recompute": "none"}
+
+
+def test_a_sequence_over_several_gpus_has_its_share_of_scores_and_sends_keys_and_values():
+    whole = price_step(run(dp=1, tp=1, pp=1, seq=32768, **NEMO))
+    parts = price_step(dataclasses.replace(run(dp=4, tp=1, pp=1, seq=32768, **NEMO), dp=1, cp=4))
+    assert 0.25 < parts.parts["microbatches"] / whole.parts["microbatches"] < 0.35
+    assert parts.peak_bytes < 0.6 * whole.peak_bytes
+
+
+def test_matmuls_of_8_bits_are_faster_and_save_less():
+    wide = run(dp=1, tp=1, pp=1, seq=4096, **NEMO)
+    narrow = dataclasses.replace(wide, dtype="fp8")
+    assert 0.5 < price_step(narrow).seconds / price_step(wide).seconds < 0.95
+    assert price_step(narrow).peak_bytes < price_step(wide).peak_bytes
+    titan = dataclasses.replace(wide, framework="torchtitan")
+    assert price_step(dataclasses.replace(titan, dtype="fp8")).peak_bytes == price_step(titan).peak_bytes
+
+
+def test_adapters_have_no_gradients_of_frozen_weights():
+    full = run(dp=1, tp=1, pp=1, seq=4096, **NEMO)
+    adapters = dataclasses.replace(full, adapter_rank=16)
+    assert 0.6 < price_step(adapters).seconds / price_step(full).seconds < 0.9
+    assert price_step(adapters).parts["optimizer"] < 0.1 * price_step(full).parts["optimizer"]
+
+
+def test_sums_of_chunks_overlap_with_the_microbatches_of_other_chunks():
+    chunked = run(dp=16, tp=1, pp=2, seq=4096, **NEMO, chunks=4)
+    alone = dataclasses.replace(chunked, framework="megatron-core")
+    gradients = [price_step(each).parts["gradients"] for each in (chunked, alone)]
+    assert gradients[0] < 0.7 * gradients[1]
+
+
+def test_rounds_of_mlperf_are_read(tmp_path: pathlib.Path):
+    row = {
+        "round": "v5.0", "system": "a", "benchmark": "gpt3", "chip": "h100", "nodes": 1, "gpus_a_node": 8, "tp": 4,
+        "pp": 2, "cp": 1, "dp": 1, "virtual_stages": 2, "micro_batch": 1, "microbatches": 8, "global_batch": 8,
+        "sequence": 2048, "precision": "fp8 in linear layers", "step_s_median": 1.0,
+    }  # fmt: skip
+    models = {
+        "gpt3": "4 layers, width 1024, 8 heads of 128, MLP 4096 ungated, vocabulary 51200 padded",
+        "lora": "Llama 2 70B, LoRA rank 16 on attention",
+    }
+    rows = [
+        row,
+        row | {"benchmark": "lora", "pp": 1, "dp": 2, "microbatches": 4, "virtual_stages": None},
+        row | {"chip": "gb300"},
+        row | {"precision": "fp8 and 4-bit"},
+        row | {"dp": 2},
+    ]
+    file = tmp_path / "rounds.json"
+    file.write_text(json.dumps({"models": models, "rows": rows}))
+    first, second, *skipped = read_gpu_rows(file)
+    assert first.run is not None and (first.run.decoder.mlp_width, first.run.decoder.gated) == (4096, False)
+    assert (first.run.chunks, first.run.zero, first.run.dtype, first.run.framework) == (2, 1, "fp8", "nemo")
+    assert second.run is not None and (second.run.adapter_rank, second.run.decoder.vocabulary) == (16, 32000)
+    assert [each.skipped for each in skipped][:2] == ["no chip file for gb300", "4-bit matmuls"]
+    assert "but h100:8 has 8 GPUs" in skipped[2].skipped

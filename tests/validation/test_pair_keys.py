@@ -13,9 +13,10 @@ from tests.command import run
 from tests.validation.measured import MODEL, group, write
 
 
-BARE = {"remat": "full", "attention": "splash"}
+BARE = {"remat": "full", "attention": "splash", "optimizer": "adamw"}
 STATED = {"seq": 256, "per_device_batch": 1} | BARE
-ARGUMENTS = {"remat_policy": "full", "max_target_length": 256, "per_device_batch_size": 1, "attention": "flash"}
+ARGUMENTS = {"remat_policy": "full", "max_target_length": 256, "per_device_batch_size": 1, "opt_type": "adamw"}
+ARGUMENTS |= {"attention": "flash"}
 
 
 def read(folder: pathlib.Path, plan: Any = None, assume: Any = None, **changes: Any) -> MeasuredPlan:
@@ -141,3 +142,39 @@ def test_a_public_model_has_the_dims_of_its_name(tmp_path: pathlib.Path):
     assert (row.gpu.batch, row.gpu.zero) == (32, 1) and row.assumed[0] == "dims of llama3.1-70b"
     unknown = read(tmp_path, {"ep": 8}, fixed=stated, model={"family": "deepseekv3", "layers": 4}, **GPU)
     assert unknown.skipped == "the number of dense layers among the 4 of deepseek-v3 is not stated"
+
+
+def test_published_runs_are_groups_of_workloads(tmp_path: pathlib.Path):
+    rows = [
+        {
+            "id": "a", "model": "llama2-7b", "tpu": "v5p", "chips_per_slice": 64, "slices": 1, "topology": "4x4x4",
+            "dims": {"L": 32, "D": 4096, "F": 11008, "N": 32, "K": 32, "H": 128, "V": 32000}, "seq": 4096,
+            "per_chip_batch": 4, "sharding": "ICI FSDP=64", "remat": "full", "metric": "MFU %", "value": 50.0,
+            "source": "AI-Hypercomputer/maxtext@0:a/b.md",
+        },
+        {"id": "b", "model": "matmul 8192^3 bf16", "tpu": "v5p", "metric": "TFLOP/s/device", "value": 400.0,
+         "source": "AI-Hypercomputer/maxtext@0:a/b.md"},
+    ]  # fmt: skip
+    file = tmp_path / "runs.json"
+    file.write_text(json.dumps(rows))
+    (pair_group,) = read_groups(file)
+    first, second = pair_group.rows
+    assert not pair_group.compares_plans and first.run is not None and first.step_s and first.token_s
+    assert (second.run, second.skipped) == (None, "a matmul is no step")
+
+
+def test_rounds_of_mlperf_on_tpus_say_why_they_are_not_rebuilt(tmp_path: pathlib.Path):
+    model = MODEL | {"sequence": 2048, "gated": False}
+    row = {
+        "id": "r", "chip": "v5p", "chips": 4, "topology": "2x2x1", "slices": 1, "global_batch": 8, "remat": "full",
+        "mesh": {"data": 1, "replica": 2, "fsdp": 2}, "matmuls": "int8 (AQT) in linear layers", "step_s_estimate": 2.0,
+    }  # fmt: skip
+    wide = {key: value for key, value in row.items() if key != "matmuls"}
+    unet = {"id": "u", "chip": "v5p", "chips": 8, "global_batch": 256, "step_s_median": 0.4}
+    file = tmp_path / "rounds.json"
+    file.write_text(json.dumps({"gpt3_model": model, "gpt3": [row, wide], "stable_diffusion": [unet]}))
+    first, second, third = (pair_group.rows[0] for pair_group in read_groups(file))
+    assert first.skipped == "dtype 'int8 (aqt) in linear layers' is not rebuilt"
+    assert second.run is not None and (second.run.copies, second.run.spread, second.run.seq) == (2, 2, 2048)
+    assert not second.run.decoder.gated and second.step_s == 2.0
+    assert "a U-Net of Stable Diffusion' is not known" in third.skipped
