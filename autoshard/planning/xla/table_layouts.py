@@ -36,8 +36,8 @@ The loop moves one feature and column at a time through on-chip memory. Compiled
 16 columns, AdamW; 9 and 12 of 16 columns; 10 to 15 of 4 columns in bfloat16. A reshape alone moves columns in words of
 4 bytes that do not fill a tile: 7 to 15 tables of 4 columns in float32.
 """
-_LARGEST_SLICE = 2 * 2**20
-"""Bytes of the largest slices that one kernel adds up: those of 2 MiB were, and of 4 and 8 MiB a loop adds up."""
+_LARGEST_SLICE = 2**20
+"""Most elements of slices that one kernel adds up, in bfloat16 and float32; slices of twice as many a loop adds up."""
 _WORD = 4
 """Bytes of a word, of which a row of lanes consists."""
 
@@ -142,9 +142,10 @@ def turned_updates(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) 
         return np.zeros(len(states))
     dims = local_dims(graph, op, 2, states, axes)
     indices = {factor for dim in op.rule.operands[1] for factor in dim}
-    size = math.prod(dims, start=np.ones(len(states))) * graph.tensors[op.operands[2]].itemsize
+    size = math.prod(dims, start=np.ones(len(states)))
     along = [each for each, dim in zip(dims, op.rule.operands[2], strict=True) if indices & set(dim)]
-    return np.where(size <= _LARGEST_SLICE * math.prod(along, start=np.ones(len(states))), size, 0.0)
+    kernel = size <= _LARGEST_SLICE * math.prod(along, start=np.ones(len(states)))
+    return np.where(kernel, size * graph.tensors[op.operands[2]].itemsize, 0.0)
 
 
 def _in(factor: int, dims: Sequence[tuple[int, ...]]) -> bool:

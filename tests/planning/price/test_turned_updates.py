@@ -18,7 +18,7 @@ SIZE, CHANNELS, DEVICES = 32, 256, 8
 IMAGES = ("NHWC", "HWIO", "NHWC")
 
 
-def planned(images: int) -> tuple[Program, Plan]:
+def planned(images: int, dtype: str = "bfloat16") -> tuple[Program, Plan]:
     """Plan the gradients of images that are resized to twice their size, and then convolved."""
 
     def loss(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -27,18 +27,21 @@ def planned(images: int) -> tuple[Program, Plan]:
         return jnp.mean(out.astype(jnp.float32) ** 2)
 
     shapes = ((images, SIZE, SIZE, CHANNELS), (3, 3, CHANNELS, 128))
-    program = trace(jax.grad(loss, (0, 1)), [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes])
+    program = trace(jax.grad(loss, (0, 1)), [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes])
     asked = read_asked(dict(zip((each.name for each in program.arguments), ("d,-,-,-", "-,-,-,-"), strict=True)))
     return program, make_plan(program, Options(topology="v5e:2x4", mesh=f"d={DEVICES}", asked=asked)).plan
 
 
-@pytest.mark.parametrize(("images", "copies"), [(512, 1), (1024, 0)])
-def test_updates_have_a_copy_unless_a_loop_reads_their_slices(images: int, copies: int) -> None:
-    """Try columns of the enlarged images that have 2 and 4 MiB on a device."""
-    program, plan = planned(images)
+@pytest.mark.parametrize(
+    ("images", "dtype", "copies"),
+    [(512, "bfloat16", 1), (512, "float32", 1), (1024, "bfloat16", 0), (1024, "float32", 0)],
+)
+def test_updates_have_a_copy_unless_a_loop_reads_their_slices(images: int, dtype: str, copies: int) -> None:
+    """Try columns of the enlarged images that have 2^20 and 2^21 elements on a device."""
+    program, plan = planned(images, dtype)
     priced = plan.graph(program).priced
     ops = priced.model.graph.ops
-    size = images // DEVICES * 4 * SIZE**2 * CHANNELS * 2
+    size = images // DEVICES * 4 * SIZE**2 * CHANNELS * jnp.dtype(dtype).itemsize
     held = [each for each in live_buffers(priced.model, priced.choices) if each.size == size and each.stop < len(ops)]
     assert len([each for each in held if ops[each.stop].kind == "scatter" and each.stop - each.start == 1]) == copies
 
