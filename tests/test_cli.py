@@ -88,6 +88,7 @@ FLAGS = {
     | PROGRAM
     | LIMITS,
     "validate": {
+        "--assume",
         "--compile",
         "--data",
         "--debug",
