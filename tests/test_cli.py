@@ -89,6 +89,7 @@ FLAGS = {
     | PROGRAM
     | LIMITS,
     "validate": {
+        "--assume",
         "--compile",
         "--data",
         "--debug",

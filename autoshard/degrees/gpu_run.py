@@ -107,6 +107,8 @@ class GpuRun:
     """GPUs that divide a layer's experts, of the `dp * tp` of a stage; tokens are sent to them and back."""
     cp: int = 1
     """GPUs that divide a sequence (context parallelism), each with equally many scores."""
+    async_tp: bool = False
+    """True if gathers and scatters over `tp` run in parts that overlap with their matmuls (asynchronous TP)."""
     adapter_rank: int = 0
     """Rank of adapters (LoRA) of attention's projections, which alone are trained; 0 without adapters."""
 

@@ -262,16 +262,23 @@ class GpuPrices:
     def layer_forward(self) -> Pass:
         """Price one layer of one microbatch, forward, with its gathers and scatters, or sums, over `tp`."""
         matmuls = self._matmuls()
-        device = sum(self.matmul(each.rows, each.columns, each.contracted, each.count) for each in matmuls)
-        device += self._context(False) + self._elementwise(False) + self._exchanges() + self._adapters()
+        dots = sum(self.matmul(each.rows, each.columns, each.contracted, each.count) for each in matmuls)
+        device = dots + self._context(False) + self._elementwise(False) + self._exchanges() + self._adapters()
         if self.run.tp > 1:
             size = 2.0 * self.tokens * self.run.decoder.width
             if self.run.eager.sequence_parallel:
                 both = self.collective("all-gather", "tp", size) + self.collective("reduce-scatter", "tp", size)
             else:
                 both = self.collective("all-reduce", "tp", size)
-            device += sum(each.block == "begins" for each in matmuls) * both
+            device += self._exposed(sum(each.block == "begins" for each in matmuls) * both, dots)
         return Pass(device, self._host(False))
+
+    def _exposed(self, sent: float, dots: float) -> float:
+        """Return the seconds of gathers and scatters over `tp` that their matmuls (`dots` seconds) do not hide.
+
+        Only asynchronous tensor parallelism hides any, and contention exposes a share of those.
+        """
+        return sent - (1.0 - self.figures.contention) * min(sent, dots) if self.run.async_tp else sent
 
     def layer_selective(self) -> Pass:
         """Price what torchtitan's policy by op computes again of one layer of one microbatch.
@@ -312,7 +319,7 @@ class GpuPrices:
             if begins:  # the weights' matmul hides the reduce-scatter of the input's gradient
                 device += max(0.0, self.collective("reduce-scatter", "tp", size) - weights)
             else:
-                device += self.collective("all-gather", "tp", size)
+                device += self._exposed(self.collective("all-gather", "tp", size), rows)
         return Pass(device + self._accumulated(sum(held for held, _ in run.split_parameters(1))), self._host(True))
 
     def _accumulated(self, parameters: float) -> float:

@@ -26,6 +26,7 @@ _FRAMEWORKS = {
 """Words in the name of a framework -> name of the `EagerFramework`, the first match."""
 _RECOMPUTE = {"none": "none", "no": "none", "full": "full", "selective": "selective", "per-op": "selective"}
 """First words of a row's recomputation -> that of `GpuRun`."""
+_ASYNC = re.compile(r"async ?tp", re.I)
 _COMPILES = re.compile(r"\bcompiled?\b")
 
 
@@ -83,6 +84,7 @@ def gpu_run(
             _zero(stated, degrees, dp * cp, pp, framework, assumed), _recompute(stated, framework, assumed),
             chunks=whole_number(stated, "virtual_stages", 1) if pp > 1 else 1,
             dtype=_dtype(stated), ep=degrees["ep"], cp=cp,
+            async_tp=_ASYNC.search(str(stated.get("execution"))) is not None,
         )  # fmt: skip
     except UserError as error:
         raise IncompleteError(str(error)) from None

@@ -46,7 +46,7 @@ def test_figures_can_be_written_as_json():
     first, second = document["groups"]
     assert first["rows"][0] == {
         "plan": "fsdp=4", "measured_s": 1.0, "predicted_s": 1.2, "unseen_s": 1.3, "measured_gib": 2.0,
-        "predicted_gib": 3.0, "fits": True, "measured_fits": True, "skipped": None, "assumed": [],
+        "predicted_gib": 3.0, "fits": True, "measured_fits": True, "skipped": None, "assumed": [], "note": None,
     }  # fmt: skip
     assert first["rows"][2]["skipped"] == "experts are not rebuilt" and first["regret"] == 1.0
     assert document["summary"]["rows"] == 5 and document["tpu"]["rows"] == 3

@@ -265,3 +265,9 @@ def test_rounds_of_mlperf_are_read(tmp_path: pathlib.Path):
     assert second.run is not None and (second.run.adapter_rank, second.run.decoder.vocabulary) == (16, 32000)
     assert [each.skipped for each in skipped][:2] == ["no chip file for gb300", "4-bit matmuls"]
     assert "but h100:8 has 8 GPUs" in skipped[2].skipped
+
+
+def test_asynchronous_tensor_parallelism_hides_a_part_of_its_collectives():
+    plain = run(dp=1, tp=8, pp=1, framework="torchtitan compiled", decoder=LARGE)
+    hidden = dataclasses.replace(plain, async_tp=True)
+    assert 0.7 < price_step(hidden).seconds / price_step(plain).seconds < 0.99
