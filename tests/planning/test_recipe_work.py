@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from autoshard.base.shared_results import shared
 from autoshard.planning import NamedSource, Options, plan_any
 from autoshard.program import Program, open_source
 
@@ -50,3 +51,18 @@ def test_each_program_is_traced_and_analysed_once(monkeypatch: pytest.MonkeyPatc
     assert len(traced) > 1 and set(traced.values()) == {1}
     assert set(analysed.values()) == {1}
     assert sum(built.values()) == sum(settled.values()) == 1
+
+
+def test_programs_of_stages_are_traced_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of their traces records the segments of the module, which a shared trace would not."""
+    made: list[int] = []
+
+    def by_stage(*_: Any) -> None:
+        for number in (1, 2):
+            shared("trace", "module", lambda: made.append(number), 1)  # noqa: B023
+
+    dispatch = "autoshard.planning.recipes.plan_dispatch"
+    monkeypatch.setattr(f"{dispatch}.is_by_stage", lambda *_: True)
+    monkeypatch.setattr(f"{dispatch}._plan_by_stage", by_stage)
+    plan_any(NamedSource(MODEL, STEP, opened), Options(topology="v5e:2x2"))
+    assert made == [1, 2]

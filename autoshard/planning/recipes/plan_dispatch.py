@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from autoshard.base.shared_results import sharing_results
 from autoshard.errors import UserError
 from autoshard.planning.forms.export_forms import form_named
 from autoshard.planning.forms.held_recipes import check_remat
@@ -43,7 +42,6 @@ class NamedSource:
     """Name that a Python file gives the program."""
 
 
-@sharing_results()
 def plan_any(
     program: Program | NamedSource | Callable[..., Program], options: Options, running: Running | None = None
 ) -> PlanResult:

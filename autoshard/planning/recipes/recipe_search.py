@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from autoshard.base.shared_results import sharing_results
 from autoshard.cost import Topology, candidate_meshes
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.planning.forms.export_forms import form_named
@@ -65,6 +66,7 @@ Make = Callable[..., Program]
 """Function from the choices of a recipe, by name, to its program."""
 
 
+@sharing_results()
 def plan_recipes(
     make: Make,
     choices: Choices,
