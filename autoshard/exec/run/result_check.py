@@ -40,7 +40,7 @@ so that what it does to a tenth of a maximum in float32 is below 1e-9 in float64
 AMPLIFIED = 100.0
 """Largest difference that both steps' agreement in float64 excuses, in multiples of the measured rounding.
 
-That rounding is the largest difference of the unplanned step from itself in float64, with its examples in another
+The rounding is measured on the unplanned step: its distance from float64, from itself with its examples in another
 order, and from arguments with errors of `UNIT`. Sums in another order round at each of their terms, and not once.
 """
 UNIT = 2.0**-24
