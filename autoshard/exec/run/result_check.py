@@ -40,8 +40,8 @@ so that what it does to a tenth of a maximum in float32 is below 1e-9 in float64
 AMPLIFIED = 100.0
 """Largest difference that both steps' agreement in float64 excuses, in multiples of the measured rounding.
 
-The rounding is measured on the unplanned step: its distance from float64, from itself with its examples in another
-order, and from arguments with errors of `UNIT`. Sums in another order round at each of their terms, and not once.
+It is that of the unplanned step: its distance from float64, from its examples in another order, and from arguments
+with errors of `UNIT`. Sums in another order round at each of their terms, and not once.
 """
 UNIT = 2.0**-24
 """Half a unit in the last place of float32, relative."""
