@@ -150,7 +150,7 @@ def noise_floor(
         back = np.argsort(order)
         reordered = run([_reordered(leaf, order, dims) for leaf, dims in zip(leaves, argument_dims, strict=True)])
         reordered = [_reordered(value, back, dims) for value, dims in zip(reordered, result_dims, strict=True)]
-        noise = [max(n, _distance(a, b)) for n, a, b in zip(noise, reordered, unplanned, strict=True)]
+        noise = [max(n, distance(a, b)) for n, a, b in zip(noise, reordered, unplanned, strict=True)]
         for result, size_of, n in zip(program.results, map(_largest, unplanned), noise, strict=True):
             if result.argument is None and n > INDIFFERENT * size_of:
                 return none, f"with its examples in another order the step gives another {result.name}"
@@ -175,9 +175,11 @@ def rounding_floor(
     unplanned: Sequence[Any],
     noise: Sequence[float],
     enough: Callable[[list[float]], bool] = lambda noise: False,
+    unit: float | None = None,
 ) -> list[float]:
     """Return the noise, raised to that of steps whose float arguments have a rounding error of the multiplied dtype.
 
+    - `unit`: largest relative error; None for that of the narrowest multiplied dtype below 32 bits.
     - `run`, `leaves`, `unplanned`, `enough`: as in `noise_floor`; at most `ROUNDINGS` steps run.
     - `noise`: noise of each result so far, which is not modified.
 
@@ -185,7 +187,7 @@ def rounding_floor(
     rounded; without float arguments or narrow floats the noise is returned as it is.
     """
     raised = list(noise)
-    unit = narrow_rounding(program)
+    unit = narrow_rounding(program) if unit is None else unit
     moved = [
         a.role in (*WEIGHTS, Role.BATCH) and np.issubdtype(np.asarray(leaf).dtype, np.floating)
         for a, leaf in zip(program.arguments, leaves, strict=True)
@@ -200,7 +202,7 @@ def rounding_floor(
             value = results[i]
             if result.argument is not None and moved[result.argument]:
                 value = np.asarray(value) - (np.asarray(nudged[result.argument]) - np.asarray(leaves[result.argument]))
-            raised[i] = max(raised[i], _distance(value, unplanned[i]))
+            raised[i] = max(raised[i], distance(value, unplanned[i]))
         if enough(raised):
             break
     return raised
@@ -219,7 +221,7 @@ def _reordered(value: Any, order: Any, dims: Sequence[int]) -> Any:
     return value
 
 
-def _distance(a: Any, b: Any) -> float:
+def distance(a: Any, b: Any) -> float:
     """Return the largest finite difference of two arrays of floats; 0 for whole numbers, which have no noise."""
     one, two = np.asarray(a), np.asarray(b)
     if one.dtype.kind in "biu":

@@ -48,8 +48,10 @@ class ExactSteps:
         self._plan = plan
         self._steps: list[tuple[Any, tuple[Any, ...]]] | None = None
 
-    def compare(self, leaves: Sequence[Any]) -> Check | None:
-        """Compare the results of both steps for flat arguments; None if the step does not run in float64.
+    def compare(self, leaves: Sequence[Any]) -> tuple[Check, list[Any]] | None:
+        """Compare the results of both steps for flat arguments; return also those of the unplanned one.
+
+        None if the step does not run in float64.
 
         Both run the module that was planned, with every float widened. The planned step has the plan's shardings, pins
         and regions, the other one is whole on every device. Steps with opaque calls, values on the host or stages are
@@ -71,7 +73,7 @@ class ExactSteps:
         except Exception:  # MLIR, XLA and JAX each refuse in their own words what has no form in float64
             self._steps = None
             return None
-        return compare(self._program, planned, unplanned, EXACT, wide)
+        return compare(self._program, planned, unplanned, EXACT, wide), unplanned
 
     def _compiled(self, plan: Plan) -> tuple[Any, tuple[Any, ...]]:
         """Return the step in float64 under a plan, over flat arguments, and the shardings of these."""

@@ -37,6 +37,14 @@ EXACT = 1e-9
 A fault of the plan differs by as much in float64 as in float32, where the tolerance is 1e-5. Rounding shrinks by 2^29,
 so that what it does to a tenth of a maximum in float32 is below 1e-9 in float64.
 """
+AMPLIFIED = 100.0
+"""Largest difference that both steps' agreement in float64 excuses, in multiples of the measured rounding.
+
+It is that of the unplanned step: its distance from float64, from its examples in another order, and from arguments
+with errors of `UNIT`. Sums in another order round at each of their terms, and not once.
+"""
+UNIT = 2.0**-24
+"""Half a unit in the last place of float32, relative."""
 GROSS = 0.1
 """Largest allowed difference, as a share of a tensor's maximum, that still shows that a planned step agrees."""
 
@@ -83,14 +91,19 @@ class Check:
     exact: float | None = None
     """Largest relative difference of both steps in float64; None if they were not compared in it."""
 
+    amplified: bool = False
+    """True if no difference exceeds `AMPLIFIED` times the measured rounding of the unplanned step."""
+
     @property
     def is_rounding(self) -> bool:
         """True if differences beyond the noise are rounding: at most `GROSS`, and both steps agree in float64.
 
-        A fault of the plan would differ as much in float64.
+        A fault of the plan would differ as much in float64. Their size must also be explained (`amplified`).
         """
         beyond = [d.rel_diff for d in self.differences if not d.within(self.tolerance)]
-        return self.exact is not None and self.exact <= EXACT and 0 < max(beyond, default=0.0) <= GROSS
+        return (
+            self.amplified and self.exact is not None and self.exact <= EXACT and 0 < max(beyond, default=0.0) <= GROSS
+        )
 
     @property
     def max_rel_diff(self) -> float:
