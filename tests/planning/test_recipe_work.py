@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from autoshard.base.shared_results import shared
+from autoshard.base.shared_results import shared, sharing_results
 from autoshard.planning import NamedSource, Options, plan_any
 from autoshard.program import Program, open_source
 
@@ -35,6 +35,21 @@ def counted(patch: pytest.MonkeyPatch, place: str, function: Any) -> Counter[Any
     return counts
 
 
+def test_a_shared_module_gives_the_same_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def programs() -> list[tuple[object, ...]]:
+        policies = ({"remat": "none"}, {"remat": "none", "host": "optimizer"}, {"remat": "full,keep=q_proj"})
+        traced = [opened({**STEP, "host": "none", **policy}, {}, anew=False) for policy in policies]
+        return [(each.fingerprint, each.savable, each.notes, each.stacks, each.model_flops) for each in traced]
+
+    alone = programs()
+    built = counted(monkeypatch, "autoshard.program.hf.hf_program.build_model", lambda name, *_: name)
+    settled = counted(monkeypatch, "autoshard.program.hf.hf_program._settled", lambda *_: "llama")
+    with sharing_results():
+        assert programs() == alone
+    assert sum(built.values()) == sum(settled.values()) == 1
+
+
+@pytest.mark.full
 def test_each_program_is_traced_and_analysed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     traced = counted(
         monkeypatch, "autoshard.program.hf.hf_program.from_config", lambda _, **o: tuple(sorted(o.items()))
