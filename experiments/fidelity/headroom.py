@@ -8,7 +8,7 @@ of a sample with that of the same plan with free memory.
 
 Results are saved by program and share in `experiments/results/headroom.json`, so that a broken run resumes. `--write`
 stores the cost of nearly full memory in `autoshard/planning/price/headroom.json`, from these points and those of
-`compile_fidelity.py`.
+`compile_fidelity.py`. For GPUs, which have no such points, it stores the errors of `gpu_fidelity.py`.
 """
 
 import dataclasses
@@ -30,11 +30,15 @@ from experiments.lib.saved_results import Results, compiled
 
 
 FIDELITY = RESULTS / "compile_fidelity.json"
+GPU_FIDELITY = RESULTS / "gpu_fidelity.json"
 CONSTANTS = ROOT / "autoshard" / "planning" / "price" / "headroom.json"
 
 RECOMPUTE = "fits only with the compiler's own remat"
 LARGE = 1 / 3
 """Predicted share of memory from which a program's error counts: small programs err by other causes."""
+
+LARGE_ON_GPUS = 1 / 8
+"""The same for GPUs, none of whose programs takes half of the memory; errors count as shares of the peak."""
 
 SHARES = (0.70, 0.85, 0.92, 0.97, 1.0, 1.03, 1.10)
 """Shares of the chip's memory, as predicted; the first leaves memory free."""
@@ -136,7 +140,20 @@ def constants(rows: Rows) -> dict[str, Any]:
     errors = [statistics.mean(map(_error, fitting)) for mine in programs if (fitting := _compiled_large(mine))]
     errors += [_error(row) for row in _compiled_large(map(_flat, json.loads(FIDELITY.read_text()).values()))]
     unhidden = [share for mine in programs if (share := _unhidden(mine)) is not None]
-    return {
+    on_gpus = [
+        _error(row) / _share(row, "predicted")
+        for row in map(_flat, json.loads(GPU_FIDELITY.read_text()).values())
+        if _share(row, "predicted") >= LARGE_ON_GPUS
+    ]
+    gpu = {
+        "recompute_from": None,
+        "unhidden": 0.0,
+        "error_mean": round(statistics.mean(on_gpus), 4),
+        "error_deviation": round(statistics.stdev(on_gpus), 4),
+        "source": f"XLA's compiler for H100s: {len(on_gpus)} programs that take an eighth of the memory or more "
+        "(experiments/results/gpu_fidelity.md)",
+    }
+    tpu = {
         "recompute_from": round((max(below) + min(above)) / 2, 3),
         "unhidden": round(statistics.mean(unhidden), 2),
         "error_mean": round(statistics.mean(errors), 4),
@@ -144,6 +161,7 @@ def constants(rows: Rows) -> dict[str, Any]:
         "source": f"libtpu 0.0.51: {len(points)} points of {len(programs)} programs (experiments/results/headroom.md); "
         f"errors of {len(errors)} programs that take a third of the memory or more (also compile_fidelity.md)",
     }
+    return {"TPU": tpu, "GPU": gpu}
 
 
 def _unhidden(points: list[dict[str, Any]]) -> float | None:

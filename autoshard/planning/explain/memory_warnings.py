@@ -87,10 +87,9 @@ def _tight(model: Model, outcome: Outcome, memory_limit: int) -> list[str]:
     peak, step, topology = format_bytes(outcome.peak_bytes), outcome.step_time_s, model.mesh.topology
     tight = tight_seconds(topology, outcome.peak_bytes, outcome.compute_s, outcome.hidden_s)
     if tight > NOTICEABLE * step:
-        line = (
-            f"memory is tight: {peak} of the chip's {format_bytes(topology.usable_bytes)}; the compiler may recompute "
-        )
-        return [f"{line}values or refuse, which counts as {format_seconds(tight)} ({tight / step:.1%}) more a step."]
+        fails = "the compiler may recompute values or refuse" if topology.traits.compiles_ahead else "it may run out"
+        line = f"memory is tight: {peak} of the chip's {format_bytes(topology.usable_bytes)}; {fails}"
+        return [f"{line}, which counts as {format_seconds(tight)} ({tight / step:.1%}) more a step."]
     if outcome.peak_bytes > TIGHT * memory_limit:
         return [f"memory is tight: {peak} of {format_bytes(memory_limit)}; the compiler may need to rematerialise."]
     return []

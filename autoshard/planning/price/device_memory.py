@@ -32,10 +32,10 @@ NEGLIGIBLE_DEVIATIONS = 5.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Headroom:
-    """Measured behaviour of the compiler near full memory, and the error of predicted peaks."""
+    """Measured behaviour of a compiler near full memory, and the error of predicted peaks."""
 
-    recompute_from: float
-    """Share of the memory above which the compiler recomputes."""
+    recompute_from: float | None
+    """Share of the memory above which the compiler recomputes; None if it does not."""
     unhidden: float
     """Share of the hidden communication that becomes exposed then."""
     error_mean: float
@@ -65,25 +65,36 @@ class Headroom:
 
 
 @functools.cache
-def load_headroom() -> Headroom:
-    """Load the constants that `experiments/fidelity/headroom.py` measured, from the file in this folder; cached."""
-    return Headroom(**json.loads(_FILE.read_text()))
+def load_headroom(compiler: str) -> Headroom:
+    """Load the constants of the compiler for `TPU` or `GPU` from the file in this folder; cached.
+
+    `experiments/fidelity/headroom.py` measured them.
+    """
+    return Headroom(**json.loads(_FILE.read_text())[compiler])
+
+
+def _headroom(topology: Topology) -> Headroom | None:
+    """Return the constants of the compiler for a topology; None for CPUs, whose memory has no such limit."""
+    traits = topology.traits
+    return load_headroom("TPU" if traits.compiles_ahead else "GPU") if traits.compiles_without_devices else None
 
 
 def tight_seconds(topology: Topology, peak_bytes: int, compute_s: float, hidden_s: float) -> float:
     """Return the expected seconds that nearly full memory adds to a step.
 
-    The result is never negative, and 0 for backends other than TPUs. The peak is compared with the usable memory of the
-    chip, not with the memory limit. At most a forward pass of recomputation is added, and the share `unhidden` of
-    hidden communication.
+    The result is never negative, and 0 for CPUs. The peak is compared with the usable memory of the chip, not with the
+    memory limit. At most a forward pass of recomputation is added, and the share `unhidden` of hidden communication.
+    GPUs run out of memory instead; then the step has to be run with recomputation, so that this is its expected price.
 
     - `peak_bytes`: predicted peak of one device.
     - `compute_s`, `hidden_s`: seconds of compute and of hidden communication in the step.
     """
-    if not topology.traits.compiles_ahead:
+    headroom, share = _headroom(topology), peak_bytes / topology.usable_bytes
+    if headroom is None:
         return 0.0
-    headroom, share = load_headroom(), peak_bytes / topology.usable_bytes
     begins = headroom.recompute_from
+    if begins is None:
+        return FORWARD * compute_s * headroom.chance(share, 1.0)
     # Recomputation grows linearly from nothing at `begins` to the whole forward pass at full memory.
     again = (headroom.excess(share, begins) - headroom.excess(share, 1.0)) / (1.0 - begins)
     return FORWARD * compute_s * min(1.0, max(0.0, again)) + headroom.unhidden * hidden_s * headroom.chance(
@@ -92,11 +103,15 @@ def tight_seconds(topology: Topology, peak_bytes: int, compute_s: float, hidden_
 
 
 def lower_memory_targets(topology: Topology) -> tuple[int, ...]:
-    """Return two peaks in bytes of one device, the larger first. The compiler recomputes at the first with even odds,
-    and at the second in 2 % of cases.
+    """Return two peaks in bytes of one device, the larger first.
+
+    The compiler recomputes, or memory runs out, at the first with even odds, and at the second in 2 % of cases. Empty
+    for CPUs.
     """
-    headroom = load_headroom()
-    even = headroom.recompute_from - headroom.error_mean
+    headroom = _headroom(topology)
+    if headroom is None:
+        return ()
+    even = (1.0 if headroom.recompute_from is None else headroom.recompute_from) - headroom.error_mean
     # Two standard deviations below even odds the need exceeds the limit in 2 % of cases.
     return tuple(int((even - far * headroom.error_deviation) * topology.usable_bytes) for far in (0.0, 2.0))
 

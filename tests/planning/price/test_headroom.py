@@ -27,10 +27,21 @@ def test_room_to_spare_costs_nothing():
     assert charged(0.0, 1.0, 1.0) == charged(0.5, 1.0, 1.0) == charged(0.8, 1.0, 1.0) == 0.0
 
 
-def test_only_a_tpu_compiler_is_known_to_recompute():
-    for name in ("cpu:8", "h100:8"):
-        topology = Topology.parse(name)
-        assert tight_seconds(topology, topology.usable_bytes, 1.0, 1.0) == 0.0
+def test_the_memory_of_cpus_has_no_charge():
+    cpu = Topology.parse("cpu:8")
+    assert tight_seconds(cpu, cpu.usable_bytes, 1.0, 1.0) == 0.0
+    assert lower_memory_targets(cpu) == ()
+
+
+def test_gpus_are_charged_the_chance_to_run_out():
+    gpu = Topology.parse("h100:8")
+    shares = [0.80, 0.85, 0.90, 0.95, 1.0, 1.2]
+    charges = [tight_seconds(gpu, int(share * gpu.usable_bytes), 1.0, 1.0) for share in shares]
+    assert charges == sorted(charges)
+    assert charges[0] == pytest.approx(0.0, abs=1e-4) and charges[-1] == pytest.approx(FORWARD, rel=1e-3)
+    even, roomy = lower_memory_targets(gpu)
+    assert tight_seconds(gpu, even, 1.0, 1.0) == pytest.approx(FORWARD / 2, rel=0.02)
+    assert tight_seconds(gpu, roomy, 1.0, 1.0) == pytest.approx(0.023 * FORWARD, rel=0.05)
 
 
 def test_the_charge_grows_with_the_peak_up_to_the_forward_pass():
@@ -41,7 +52,7 @@ def test_the_charge_grows_with_the_peak_up_to_the_forward_pass():
 
 
 def test_it_is_the_mean_over_the_errors_of_our_memory_model():
-    headroom = load_headroom()
+    headroom = load_headroom("TPU")
     errors = NormalDist(headroom.error_mean, headroom.error_deviation).samples(200_000, seed=1)
     begins = headroom.recompute_from
     for share in (0.92, 0.96, 1.0):
