@@ -247,7 +247,8 @@ def _slower(trial: MeshAttempt, chosen: MeshAttempt) -> str:
     """Return in words how much slower a solved mesh is than the chosen one, and in which parts of the step.
 
     A mesh that is faster by less than `LEAST_GAIN` and has more axes is reported as a saving that is too small. Parts
-    that differ by less than 0.1 % of the step are left out.
+    that differ by less than 0.1 % of the step are left out. The search on a mesh ends once none of its plans can win.
+    Where its best plan may then be far from the fastest one, the range of possible excess is given instead of parts.
     """
     mine, theirs = trial.outcome, chosen.outcome
     assert mine is not None and theirs is not None
@@ -258,6 +259,9 @@ def _slower(trial: MeshAttempt, chosen: MeshAttempt) -> str:
     # Smaller differences print as 0.0%.
     if excess < 5e-4:
         return "as fast; the simpler, earlier one is chosen"
+    least = max(0.0, (trial.bound_s or 0.0) / chosen.step_s - 1) if chosen.step_s else math.inf
+    if excess - least > LEAST_GAIN:
+        return f"{least:.1%} to {excess:.1%} slower" if excess < 1 else f"at least {_ratio(least)}"
     exposed = (mine.step_time_s - mine.compute_s, theirs.step_time_s - theirs.compute_s)
     parts = []
     for name, own, other in (

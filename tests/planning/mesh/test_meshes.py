@@ -3,6 +3,7 @@
 import functools
 import math
 import os
+import re
 import signal
 from typing import Any
 
@@ -229,6 +230,20 @@ def test_meshes_that_are_not_solved_have_a_bound(monkeypatch: pytest.MonkeyPatch
         assert there is not None and 0 < tried.bound_s <= there * (1 + 1e-9)
         if tried not in open_ones:
             assert tried.bound_s >= plan.prediction.step_time_s * (1 - LEAST_GAIN)
+
+
+def test_how_much_slower_a_mesh_is_holds_for_its_best_plan() -> None:
+    plan, texts = searched(*WIDE), []
+    for tried in plan.meshes:
+        stated = re.match(r"(?:([\d.]+)% to )?([\d.]+)% slower", tried.verdict)
+        if stated is None:
+            continue
+        best = on(*WIDE, tried.mesh).plan.prediction.step_time_s
+        excess, most = 100 * (best / plan.prediction.step_time_s - 1), float(stated[2])
+        least = float(stated[1]) if stated[1] else most - 100 * LEAST_GAIN
+        assert least - 0.1 <= excess <= most + 0.1, tried
+        texts.append(stated[1] is None)
+    assert texts
 
 
 def test_one_device_needs_no_search() -> None:
