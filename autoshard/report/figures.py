@@ -12,6 +12,10 @@ from autoshard.planning import Plan, Prediction
 from autoshard.program import parse_remat
 
 
+WHOLE_AXES = "Axes of these meshes are whole; one that --mesh names may be cut into parts, and then be faster."
+"""Sentence below the meshes that a search did not choose."""
+
+
 def plan_figures(plan: Plan, wall_s: Mapping[str, float] | None = None) -> dict[str, Any]:
     """Return the object that `autoshard plan --json` prints. Times are in seconds, sizes in bytes of one device.
 

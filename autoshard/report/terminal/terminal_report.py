@@ -25,7 +25,7 @@ from autoshard.planning import (
     spec_text,
 )
 from autoshard.report.display import clean, fold
-from autoshard.report.figures import best_baseline, fixed_lines, recipe_line, tensor_bytes
+from autoshard.report.figures import WHOLE_AXES, best_baseline, fixed_lines, recipe_line, tensor_bytes
 from autoshard.report.schedule_picture import schedule_report
 from autoshard.report.terminal.explanation_report import cause_text, step_limits
 
@@ -395,6 +395,7 @@ def _meshes(plan: Plan) -> RenderableType | None:
     body: list[RenderableType] = [Padding(table, (0, 0, 0, 2))]
     if len(others) > MESHES:
         body.append(Text(f"  and {len(others) - MESHES} more, none faster", style="dim"))
+    body.append(Text(f"  {WHOLE_AXES}", style="dim"))
     return Group(*body)
 
 
