@@ -240,9 +240,9 @@ def _priced(plan: Plan, form: Form, program: Program | None, problem: str, held:
     if prediction is None:
         return None, "This form's specs are not priced: it splits in ways that are not modelled."
     planned = plan.prediction
-    both = f"the plan whole: {format_seconds(planned.step_time_s)}, {format_bytes(planned.peak_bytes)}"
+    both = f"the plan itself: {format_seconds(planned.step_time_s)}, {format_bytes(planned.peak_bytes)}"
     if (prediction.step_time_s, prediction.peak_bytes) == (planned.step_time_s, planned.peak_bytes):
-        both = "as the plan whole"
+        both = "the same as the plan itself"
     fits = "" if prediction.fits else ", which does not fit"
     step, peak = format_seconds(prediction.step_time_s), format_bytes(prediction.peak_bytes)
     sentence = f"Predicted with what this form holds: a step of {step}, {peak} of one device{fits} ({both})."

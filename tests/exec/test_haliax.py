@@ -151,7 +151,7 @@ def test_haliax_under_the_mappings_does_what_is_predicted(program, within, expec
         limit = int(share * within.prediction.peak_bytes)
         plan = autoshard.plan(program, topology="cpu:8", mesh=MESH, form="haliax", memory_limit=limit)
     text = export_plan(plan, "haliax", program)
-    assert "Not expressed" not in text and "(as the plan whole)" in text
+    assert "Not expressed" not in text and "(the same as the plan itself)" in text
     assert any("nothing inside the step is pinned" in line for line in plan.warnings)
     wire, found = under(plan, text)
     assert differs(found, expected) < 1e-5

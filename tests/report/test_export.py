@@ -421,10 +421,10 @@ def test_the_header_says_what_a_step_takes_with_what_is_stored():
     second = made.text.splitlines()[1]
     assert second == f"# {made.sentence}"
     assert format_seconds(made.prediction.step_time_s) in second
-    assert f"the plan whole: {format_seconds(plan.prediction.step_time_s)}" in second
+    assert f"the plan itself: {format_seconds(plan.prediction.step_time_s)}" in second
     assert "are not priced: the plan of step does not say where its program is" in export_plan(plan, "flax", force=True)
     within = autoshard.plan(program, topology="v5e:2x4", mesh=MESH, form="torch-xla")
-    assert "(as the plan whole)" in export_plan(within, "torch-xla").splitlines()[1]
+    assert "(the same as the plan itself)" in export_plan(within, "torch-xla").splitlines()[1]
 
 
 HOSTILE = "\"'\n__import__('os').abort()\n\r\x0b\x85\u2028#</script>{x}%s\\N{BEL} ''' \"\"\"\\"

@@ -78,8 +78,8 @@ def recipe_lacks(plan: Plan, *, recomputed: bool, mixed: bool) -> tuple[str, ...
     named = [] if remat is None else [name for name in remat.names if name != "input"]  # every checkpoint saves it
     if remat is not None and not recomputed and recompute_code(plan):
         lacks.append(
-            f"recomputation, {remat}: `autoshard.torch_remat_policy(plan, layer)` makes the `context_fn` of "
-            "`torch.utils.checkpoint.checkpoint`."
+            f"recomputation, {remat}, which the figures count: `autoshard.torch_remat_policy(plan, layer)` makes the "
+            "`context_fn` of `torch.utils.checkpoint.checkpoint`."
         )
     elif named:
         lacks.append(
@@ -90,10 +90,16 @@ def recipe_lacks(plan: Plan, *, recomputed: bool, mixed: bool) -> tuple[str, ...
         lacks.append("values of layers that wait in the hosts' memory: they stay on the devices.")
     compute, stored = dtypes(plan)
     if not mixed and compute and compute != stored:
-        lacks.append(f"compute in {compute} with parameters in {stored}: autocast, or `bf16=True` of a Trainer.")
+        lacks.append(
+            f"compute in {compute} with parameters in {stored}, which the figures count: autocast, or `bf16=True` of a "
+            "Trainer."
+        )
     microbatches = int(_options(plan).get("microbatches") or 1)
     if microbatches > 1:
-        lacks.append(f"{microbatches} microbatches: call `backward` for each part of the batch, then the optimizer.")
+        lacks.append(
+            f"{microbatches} microbatches, which the figures count: call `backward` for each part of the batch, then "
+            "the optimizer."
+        )
     if any("cudnn" in call.name for call in plan.calls):
         lacks.append(
             "attention by cuDNN: call the model under `sdpa_kernel(SDPBackend.CUDNN_ATTENTION)` of torch.nn.attention."

@@ -128,15 +128,16 @@ def explain_plan(
 def named(plan: Plan, name: str) -> list[str]:
     """Return the arguments and results that a name matches: the one with this full name, or all with this last part.
 
-    A last part begins after a dot, and may have the wildcard `*`. Several matches must have the same shape and spec, as
-    those of repeated layers have. Optimizer state is found by its full name only. Raises `UserError` if nothing
-    matches, or if the matches differ.
+    A last part begins after a dot, and may have the wildcard `*`, or `…` as in names that a table cuts. Several matches
+    must have the same shape and spec, as those of repeated layers have. Optimizer state is found by its full name only.
+    Raises `UserError` if nothing matches, or if the matches differ.
     """
     known = {**plan.results, **plan.arguments}
     if name in known:
         return [name]
     of_weights = [k for k in known if plan.roles.get(k) != "optimizer_state"]
-    found = [k for k in of_weights if fnmatchcase(k, name) or fnmatchcase(k, f"*.{name}")]
+    pattern = name.replace("…", "*")
+    found = [k for k in of_weights if fnmatchcase(k, pattern) or fnmatchcase(k, f"*.{pattern}")]
     if len({(plan.shapes.get(k), known[k]) for k in found}) == 1:
         return found
     raise UserError(f"the plan has no argument or result {name}; {near_names(name, found or known)}")
