@@ -251,8 +251,10 @@ def _batches_of_products(graph: OpGraph, structure: Structure, of_factor: dict[t
         shared = set.intersection(*({f for dim in dims for f in dim} for _, dims in op.sides))
         for tensor, dims in op.sides:
             cluster = structure.cluster_of[tensor]
+            if cluster < 0:
+                continue  # a constant of one value has no dims to split
             for own, factors in zip(structure.dims_of[tensor], dims, strict=True):
-                if cluster >= 0 and own >= 0 and shared.issuperset(factors) and factors:
+                if own >= 0 and shared.issuperset(factors) and factors:
                     found.add(of_factor[(cluster, own)])
     return found
 
