@@ -1,11 +1,12 @@
 """Shardy's propagation, and the reshards that it requires."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoshard.mlir.annotations import CONSTRAINT, SpecLike, axes_of, read_shardings, set_shardings
 from autoshard.mlir.inline import inline_calls
-from autoshard.mlir.module import argument_entries, location_name, main_function, parse_module, source_line
+from autoshard.mlir.module import argument_entries, collect, location_name, main_function, parse_module, source_line
 from autoshard.mlir.numbering import number_ops
 from autoshard.mlir.stated_shardings import manual_axes
 
@@ -22,12 +23,36 @@ def run_propagation(module: Any) -> Any:
     """Run Shardy's whole propagation pipeline on the module (in place), and return the module.
 
     Ops have `sdy.sharding` afterwards, except those for which Shardy finds no split. Shardy may add and remove ops.
+    Broadcasts get the form in which XLA propagates them.
     """
     from jaxlib.mlir import passmanager
 
     with module.context:
+        _lower_broadcasts(module)
         passmanager.PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(module.operation)
     return module
+
+
+def _lower_broadcasts(module: Any) -> None:
+    """Replace broadcasts that only add dims of one by reshapes, as XLA's HLO has them (in place).
+
+    A reshape keeps the broadcast's attributes and location.
+    """
+    from jaxlib.mlir import ir
+
+    # Shardy propagates through a reshape both ways at once, yet forward through a broadcast only after all else. The
+    # form thus decides which of two conflicting splits wins, such as that of token ids or of what a lookup's rows meet.
+    for op in collect(main_function(module).operation, {"stablehlo.broadcast_in_dim"}):
+        shapes = [list(ir.RankedTensorType(value.type).shape) for value in (op.operands[0], op.results[0])]
+        dims = list(ir.DenseI64ArrayAttr(op.attributes["broadcast_dimensions"]))
+        if not dims or math.prod(shapes[0]) != math.prod(shapes[1]) or dims != sorted(dims):
+            continue
+        named = [op.attributes[i] for i in range(len(op.attributes))]
+        attributes = {each.name: each.attr for each in named if each.name != "broadcast_dimensions"}
+        with op.location, ir.InsertionPoint(op):
+            reshape = ir.Operation.create("stablehlo.reshape", [op.results[0].type], [op.operands[0]], attributes)
+        op.results[0].replace_all_uses_with(reshape.results[0])
+        op.erase()
 
 
 def propagated_specs(

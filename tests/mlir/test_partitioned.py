@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autoshard import mlir
 from autoshard.mlir import Window
+from autoshard.mlir.module_results import place_of
 from tests.mlir.interpreting import Pin, Spec, compiled, random
 
 
@@ -69,6 +70,30 @@ def test_propagation_gives_the_shardings_that_xla_compiles(specs: list[Any]) -> 
     found = specs_of[(last - 1, 0)] if (last, 0) not in specs_of else specs_of[(last, 0)]
     ours = placed(*(dim or None for dim in found or ()))
     assert lowering.compile().output_shardings.is_equivalent_to(ours, 2)
+
+
+def looked_up(table: Any, ids: Any, head: Any) -> Any:
+    rows = table[ids]
+    rows = rows / rows.sum(1, keepdims=True)
+    return rows, rows @ head
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("table", [((), ()), (A, ())])
+@pytest.mark.parametrize("ids", [((),), (A,)])
+@pytest.mark.parametrize("head", [(A, ()), ((), A)])
+def test_rows_of_a_lookup_are_split_as_xla_splits_them(table: Any, ids: Any, head: Any) -> None:
+    """Give one axis to token ids and the head, which want it for different dims; the ids get a dim of one."""
+    args, specs = (random(32, 8), np.arange(16), random(8, 4)), (table, ids, head)
+    lowering = lowered(looked_up, args, *(placed(*(dim or None for dim in dims)) for dims in specs))
+    module = mlir.to_bytes(lowering.compiler_ir("stablehlo"))
+    inlined = mlir.inline_calls(mlir.parse_module(module))
+    ops = mlir.number_ops(inlined)
+    numbers = {op: number for number, op in enumerate(ops)}
+    specs_of = mlir.propagated_specs(module, SIZES, [Spec(dims) for dims in specs], [None, None])
+    for value, theirs in zip(ops[-1].operands, lowering.compile().output_shardings, strict=True):
+        ours = placed(*(dim or None for dim in specs_of[place_of(value, numbers)] or ()))
+        assert theirs.is_equivalent_to(ours, 2), (ours, theirs)
 
 
 @pytest.mark.heavy
