@@ -23,6 +23,7 @@ from autoshard.planning.explain.remat_policies import planned_remat as planned_r
 from autoshard.planning.explain.remat_policies import remat_policy as remat_policy
 from autoshard.planning.explain.remat_policies import torch_remat_policy as torch_remat_policy
 from autoshard.planning.forms.dim_name_rules import Mappings as Mappings
+from autoshard.planning.forms.dim_name_rules import by_name as by_name
 from autoshard.planning.forms.export_forms import FORMS as FORMS
 from autoshard.planning.forms.export_forms import Form as Form
 from autoshard.planning.forms.export_forms import Rest as Rest
@@ -41,7 +42,6 @@ from autoshard.planning.forms.gathered_parameters import with_split_batch as wit
 from autoshard.planning.forms.held_recipes import held_remat as held_remat
 from autoshard.planning.forms.lost_values import lost_values as lost_values
 from autoshard.planning.forms.maxtext_axes import maxtext_uses as maxtext_uses
-from autoshard.planning.forms.within_form import by_name as by_name
 from autoshard.planning.forms.within_form import price_form as price_form
 from autoshard.planning.mesh.portfolio import PlanCandidate as PlanCandidate
 from autoshard.planning.plan_builder import PlanResult as PlanResult

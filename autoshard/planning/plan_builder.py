@@ -29,7 +29,8 @@ from autoshard.cost import (
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.planning.explain.write_plan import WhenAsked, Writer
 from autoshard.planning.forms.export_forms import Form, Rest, check_names, form_named
-from autoshard.planning.forms.within_form import plan_within, without_pins
+from autoshard.planning.forms.lost_values import without_pins
+from autoshard.planning.forms.within_form import plan_within
 from autoshard.planning.mesh.baseline_mesh import with_baselines
 from autoshard.planning.mesh.mesh_attempt import Incumbent, MeshAttempts, MeshBest
 from autoshard.planning.mesh.mesh_search import MeshSearch
@@ -205,11 +206,11 @@ def make_plan(
         asked = {"asked": options.asked.lines, "pinned": best.required.pinned}
     if task.stages:
         asked["stage_axis"] = STAGE
-    chosen, of_form, why = found.best, {}, "the least predicted time"
+    chosen, of_form, other, why = found.best, {}, None, "the least predicted time"
     if form is not None:
         phases.start("form", f"planning within what the {form.name} form can hold")
         within = plan_within(form, best.model, reading.groups, found, best.required, limits, phases.progress)
-        chosen, of_form, why = within.best, within.provenance, f"{why} for {form.name}"
+        chosen, of_form, other, why = within.best, within.provenance, within.other, f"{why} for {form.name}"
     gains = flag_gains(best.model, chosen.choices, figures.plain)
     writer = dataclasses.replace(
         baseline_writer,
@@ -221,7 +222,7 @@ def make_plan(
     if form is None:
         plan = writer.write(first, searched.tried)
     else:
-        plan = without_pins(writer.write(first, searched.tried), form, found.best.outcome.step_time_s)
+        plan = without_pins(writer.write(first, searched.tried), form, found.best.outcome.step_time_s, other)
     baseline_plans = WhenAsked(
         {
             name: functools.partial(baseline_writer.write, contender(compared.model, compared.found, c, name, ""))

@@ -152,6 +152,18 @@ def test_baselines_that_fit_come_first_and_faster_before_slower(plan: Plan):
     assert all(a < b for a, b in itertools.pairwise(places))
 
 
+def test_faster_baselines_that_a_form_cannot_hold_are_said_so(plan: Plan):
+    facts = {"for": "dtensor", "not_held": ["fsdp"]}
+    faster = dataclasses.replace(plan.baselines["fsdp"], step_time_s=plan.prediction.step_time_s / 2, fits=True)
+    copy = dataclasses.replace(
+        plan, provenance={**plan.provenance, **facts}, baselines={**plan.baselines, "fsdp": faster}
+    )
+    text = " ".join(rendered(copy, 120).split())
+    assert "0.50x the speed of the best baseline that fits, fsdp, which the dtensor form cannot hold" in text
+    assert " the dtensor form cannot hold fsdp " in text
+    assert "cannot hold" not in rendered(plan, 120)
+
+
 def test_repeated_layers_are_one_row(plan: Plan):
     unrolled = {
         f"{name.replace('*', str(layer))}": value

@@ -11,15 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard import mlir
+from autoshard.cost import Topology
 from autoshard.planning.forms.export_forms import Rest
 from autoshard.planning.forms.propagated_specs import Propagation
+from autoshard.planning.price.analysed_program import analyse_program, as_planned, reprice
 from autoshard.planning.price.evaluate import tensor_spec
 from autoshard.planning.price.replicated_work import shares_of
 from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.record.spec import Spec
 from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.dim_groups import Groups, tensor_groups
-from autoshard.program import Role
+from autoshard.program import Program, Role
 
 
 Names = Mapping[str, tuple[str, ...]]
@@ -255,3 +257,17 @@ class NamedDims:
                 changed = agreed([name], {name: axes}, rest, neighbours, self.sizes, mesh)
                 if changed != old and (not axes or changed.get(name) == axes):
                     yield dataclasses.replace(mappings, **{which: changed})
+
+
+def by_name(plan: Plan, program: Program) -> tuple[Mappings, dict[str, Spec]]:
+    """Return a plan as mappings of dim names, and the specs of named arguments under these mappings.
+
+    The mappings are those within which the plan was made, else those closest to its choices. Raises `UserError` for a
+    plan that cannot be priced again on the program.
+    """
+    program = as_planned(program, plan)
+    reading = analyse_program(program, Topology.parse(plan.topology).backend)
+    model, choices = reprice(plan, program, reading)
+    named = NamedDims(model, reading.groups)
+    mappings = recorded_mappings(plan) or named.mappings(choices)
+    return mappings, named.specs(mappings)

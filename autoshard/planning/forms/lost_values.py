@@ -1,8 +1,9 @@
-"""Values of a step that a form splits otherwise than the plan, since the form leaves them to XLA's propagation."""
+"""Values that a form splits otherwise than the plan, since it leaves them to XLA's propagation; plans without pins."""
 
 import dataclasses
 from collections.abc import Iterator
 
+from autoshard.base.units import format_seconds
 from autoshard.cost import Topology
 from autoshard.planning.forms.export_forms import Form, Rest, expressible_specs
 from autoshard.planning.forms.propagated_specs import Propagation
@@ -10,7 +11,12 @@ from autoshard.planning.price.analysed_program import analyse_program, as_planne
 from autoshard.planning.price.evaluate import tensor_spec
 from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.record.spec import Spec
+from autoshard.planning.solve.weight_search import Candidate
 from autoshard.program import Program
+
+
+NOTICED = 1e-3
+"""Share of a step time by which another plan must be faster to be named."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,6 +31,24 @@ class LostValue:
     """Shape of the whole value."""
     spec: Spec
     """The plan's spec."""
+
+
+def without_pins(plan: Plan, form: Form, free_s: float, other: Candidate | None = None) -> Plan:
+    """Return a plan without pins, regions and calls, which the form cannot express, and with a warning about that.
+
+    `free_s` is the step time in seconds without the form; the warning names it if the plan is slower by `NOTICED`. It
+    also names baselines that are faster, and `other`, a faster plan in another form.
+    """
+    line = f"planned within what the {form.name} form can hold: nothing inside the step is pinned"
+    if plan.prediction.step_time_s > free_s * (1 + NOTICED):
+        line += f"; a plan with pins takes {format_seconds(free_s)} a step"
+    lines = [f"{line}."]
+    if plan.origin.not_held:
+        line = f"the {form.name} form cannot hold {', '.join(plan.origin.not_held)} as priced"
+        if other is not None:
+            line += f"; on this mesh, --for {other.name} takes {format_seconds(other.outcome.step_time_s)} a step"
+        lines.append(f"{line}.")
+    return dataclasses.replace(plan, pins=(), regions=(), calls=(), warnings=(*plan.warnings, *lines))
 
 
 def lost_values(plan: Plan, program: Program, form: Form) -> Iterator[LostValue]:

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from autoshard.base.units import format_bytes
 from autoshard.cost import Topology
 from autoshard.errors import InfeasibleError, UserError
-from autoshard.planning.forms.dim_name_rules import Mappings, NamedDims, recorded_mappings
+from autoshard.planning.forms.dim_name_rules import Mappings, NamedDims
 from autoshard.planning.forms.export_forms import (
+    FORMS,
     Form,
     Rest,
     copied_specs,
@@ -23,6 +24,7 @@ from autoshard.planning.forms.export_forms import (
 )
 from autoshard.planning.forms.gathered_parameters import SOLVE_S, gathered_candidate
 from autoshard.planning.forms.held_recipes import plan_of_held
+from autoshard.planning.forms.lost_values import NOTICED
 from autoshard.planning.forms.maxtext_axes import maxtext_candidate, maxtext_candidates, maxtext_uses
 from autoshard.planning.forms.propagated_specs import Propagation, needs_pins, typed_choices
 from autoshard.planning.price.analysed_program import analyse_program, as_planned, model_of, reprice
@@ -101,20 +103,6 @@ def price_form(plan: Plan, program: Program, form: Form, held: Program | None = 
     return predict(model, evaluate(model, completed), plan.memory_limit_bytes)
 
 
-def by_name(plan: Plan, program: Program) -> tuple[Mappings, dict[str, Spec]]:
-    """Return a plan as mappings of dim names, and the specs of named arguments under these mappings.
-
-    The mappings are those within which the plan was made, else those closest to its choices. Raises `UserError` for a
-    plan that cannot be priced again on the program.
-    """
-    program = as_planned(program, plan)
-    reading = analyse_program(program, Topology.parse(plan.topology).backend)
-    model, choices = reprice(plan, program, reading)
-    named = NamedDims(model, reading.groups)
-    mappings = recorded_mappings(plan) or named.mappings(choices)
-    return mappings, named.specs(mappings)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class BestWithin:
     """The best choice that a form can express."""
@@ -122,6 +110,8 @@ class BestWithin:
     best: Candidate
     provenance: Mapping[str, Any]
     """Entries for the provenance of the plan."""
+    other: Candidate | None = None
+    """Faster plan in another form of the same framework, named after that form; None without one."""
 
 
 def plan_within(
@@ -166,20 +156,29 @@ def plan_within(
             f"no plan that the {form.name} form can hold fits into {limit} per device{least}; "
             "more devices or a smaller batch would help, or a plan without `--for` (in Python `form`)."
         )
-    return BestWithin(best, {"for": form.name, **origin})
+    faster = {
+        name: each
+        for name, each in found.baselines.items()
+        if each.fits and required.holds(each.choices) and each.expected_s < best.expected_s * (1 - NOTICED)
+    }
+    if faster:  # the search started from their specs, which take longer as the form completes them
+        origin["not_held"] = list(faster)
+    other = _best_other(form, best, dataclasses.replace(found, baselines=faster), model, groups, required, limits)
+    return BestWithin(best, {"for": form.name, **origin}, other)
 
 
-def without_pins(plan: Plan, form: Form, free_s: float) -> Plan:
-    """Return a plan without pins, regions and calls, which the form cannot express, and with a warning about that.
+def _best_other(
+    form: Form, best: Candidate, found: SearchResult, model: Model, groups: Groups, required: Required, limits: Limits
+) -> Candidate | None:
+    """Return the best plan that gathers parameters, named after its form, if `found` has baselines that beat `best`.
 
-    `free_s` is the step time in seconds without the form; the warning names it if the plan is more than 0.1 % slower.
+    The forms are those that complete specs as `form` does, for any program. None if no such plan is faster than `best`.
     """
-    from autoshard.base.units import format_seconds
-
-    line = f"planned within what the {form.name} form can hold: nothing inside the step is pinned"
-    if plan.prediction.step_time_s > free_s * (1 + 1e-3):
-        line += f"; a plan with pins takes {format_seconds(free_s)} a step"
-    return dataclasses.replace(plan, pins=(), regions=(), calls=(), warnings=(*plan.warnings, f"{line}."))
+    others = [] if form.gathers else [o for o in FORMS.values() if o.gathers and not o.reads_program]
+    searches = [_FormSearch(o, model, groups, required, limits, lambda _: None) for o in others if o.rest is form.rest]
+    made = [search.gathered(found) for search in searches if found.baselines]
+    faster = [each for each in made if each is not None and each.expected_s < best.expected_s * (1 - NOTICED)]
+    return min(faster, key=_rank, default=None)
 
 
 def _rank(candidate: Candidate) -> tuple[bool, float, int]:
@@ -231,7 +230,7 @@ def _best_names(
         if made is not None and (best is None or _rank(made) < _rank(best[0])):
             best = made, mappings
 
-    for start in (found.best, *found.fitting, *found.baselines.values()):
+    for start in (found.best, *found.baselines.values(), *found.fitting):
         take(named.mappings(start.choices))
     take(Mappings({}, {}))
     before = None
@@ -283,7 +282,7 @@ class _FormSearch:
         The starts are the specs of all choices in `found`, replication and, under XLA's propagation, the results of
         `ahead`.
         """
-        starts = [self.specs(start.choices) for start in (found.best, *found.fitting, *found.baselines.values())]
+        starts = [self.specs(start.choices) for start in (found.best, *found.baselines.values(), *found.fitting)]
         starts.append({name: Spec.replicated(len(self.shapes[name])) for name in self.tensors})
         for specs in starts:
             self.price_specs(specs)

@@ -135,6 +135,7 @@ _ORIGINS: dict[str, type | tuple[type, ...]] = {
     "pinned": dict,
     "maxtext": dict,
     "asked": list,
+    "not_held": list,
     "said_by_program": list,
     "flag_sets": (dict, type(None)),
     "tokens": (int, type(None)),
@@ -156,6 +157,7 @@ def _origins(provenance: dict[str, Any]) -> Iterator[str]:
         ("asked", provenance.get("asked", [])),
     ]
     texts += [
+        ("not_held", provenance.get("not_held", [])),
         ("said_by_program", provenance.get("said_by_program", [])),
         ("pinned", [*provenance.get("pinned", {}).values()]),
     ]

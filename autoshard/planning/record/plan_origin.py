@@ -57,6 +57,8 @@ class Origin:
     """Seconds that a step of this plan takes with each named set of compiler flags that gains enough to be proposed."""
     form: str
     """Export form that the plan was restricted to; empty for none."""
+    not_held: tuple[str, ...]
+    """Baselines that are faster than the plan, and that its form cannot hold as they are priced."""
     form_axes: dict[str, str]
     """Parallelism that MaxText is given for each axis, by the search within its form."""
     staged: bool
@@ -100,6 +102,7 @@ def read_origin(provenance: Mapping[str, Any]) -> Origin:
         flag_prices=tuple(flags.get("priced", ())),
         flag_sets=dict(provenance.get("flag_sets") or {}),
         form=provenance.get("for", ""),
+        not_held=tuple(provenance.get("not_held", ())),
         form_axes=dict(provenance.get("maxtext", {})),
         staged="stage_axis" in provenance,
         asked=tuple(provenance.get("asked", ())),

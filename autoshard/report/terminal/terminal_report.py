@@ -185,7 +185,8 @@ def _against_best(plan: Plan) -> str:
     if plan.time_error is not None and 1.0 - min(ratio, 1.0 / ratio) <= plan.time_error.ratio:
         error = f"{plan.time_error.ratio:.0%}"
         return f"as fast as the best baseline that fits, {name} ({ratio:.2f}x, where ratios may be {error} wrong)"
-    return f"{ratio:.2f}x the speed of the best baseline that fits, {name}"
+    lost = f", which the {plan.origin.form} form cannot hold" if name in plan.origin.not_held else ""
+    return f"{ratio:.2f}x the speed of the best baseline that fits, {name}{lost}"
 
 
 def _section(title: str, body: RenderableType | None) -> list[RenderableType]:
@@ -322,7 +323,8 @@ def _memory(plan: Plan) -> RenderableType:
 def _baselines(plan: Plan) -> RenderableType | None:
     """Return the table of this plan and, below, the baselines: those that fit first, each part by step time.
 
-    `vs plan` is a baseline's step time over the plan's, blank if the latter is 0. None without baselines.
+    `vs plan` is a baseline's step time over the plan's, blank if the latter is 0. A last line names the baselines that
+    are faster, and that the plan's form cannot hold. None without baselines.
     """
     if not plan.baselines:
         return None
@@ -342,7 +344,11 @@ def _baselines(plan: Plan) -> RenderableType | None:
             Text("yes", style="green") if row.fits else Text("no", style="red"),
             style="" if row.fits else "dim",
         )
-    return Padding(table, (0, 0, 0, 2))
+    body: list[RenderableType] = [Padding(table, (0, 0, 0, 2))]
+    if plan.origin.not_held:
+        names = clean(", ".join(plan.origin.not_held))
+        body.append(Text(f"  the {plan.origin.form} form cannot hold {names}", style="dim"))
+    return Group(*body)
 
 
 def _recipes(plan: Plan) -> RenderableType | None:

@@ -1,23 +1,31 @@
 """Plans in a form's terms: priced as the form expresses them, and unchanged by the form where planned within it."""
 
 import dataclasses
+import itertools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autoshard
 from autoshard import InfeasibleError, UserError
+from autoshard.base.units import format_seconds
 from autoshard.planning import FORMS, Plan, Rest, Spec, expressible_specs, form_named, price_form, splits_nothing
+from autoshard.planning.forms import within_form
 from autoshard.planning.forms.export_forms import gathered_specs, parameter_of
 from autoshard.planning.forms.lost_values import lost_values
 from autoshard.planning.forms.propagated_specs import Propagation
 from autoshard.planning.forms.within_form import plan_within
 from autoshard.planning.price.analysed_program import analyse_program, build_model
 from autoshard.planning.price.evaluate import evaluate, tensor_spec
-from autoshard.planning.solve.weight_search import search
+from autoshard.planning.solve.weight_search import Candidate, evaluated_candidate, search
+from autoshard.planning.space.baselines import baselines
 from autoshard.planning.space.plan_options import Limits
 from autoshard.planning.space.user_constraints import Required
 from autoshard.program import Program, trace
@@ -164,6 +172,66 @@ def test_a_plan_for_fsdp_and_tensor_parallelism_has_the_price_of_its_export(form
             for name, spec in plan.arguments.items()
             if plan.roles[name] == "parameter"
         )
+
+
+class Recurrent(torch.nn.Module):
+    """Embedding, GRU and head."""
+
+    def __init__(self, words: int = 1000, width: int = 256):
+        super().__init__()
+        self.embed = torch.nn.Embedding(words, width)
+        self.gru = torch.nn.GRU(width, width, batch_first=True)
+        self.head = torch.nn.Linear(width, 16)
+
+    def forward(self, ids):
+        return self.head(self.gru(self.embed(ids))[0])
+
+
+def test_torch_has_no_split_of_a_recurrence_on_dtensors() -> None:
+    """Judge by torch itself, without communication: the parts of two processes, one of which exists."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        module = distribute_module(Recurrent(32, 8), mesh)
+        rows = DTensor.from_local(torch.zeros(2, 6, 8), mesh, [Shard(0)])
+        assert isinstance(torch.relu(rows), DTensor)
+        with pytest.raises((RuntimeError, NotImplementedError), match=r"[Ss]harding (strategy|propagation)"):
+            module.gru(rows)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_faster_baselines_that_a_form_cannot_hold_are_named_with_a_form_that_can() -> None:
+    with torch.device("meta"):
+        module, ids = Recurrent(), torch.zeros(256, 16, dtype=torch.int64)
+    program = autoshard.from_torch(module, (ids,), loss=lambda out: out.square().mean(), train=True)
+    options = {"topology": "h100:8", "mesh": {"data": 8}}
+    plan = autoshard.plan(program, **options, form="dtensor")
+    held, baseline = autoshard.plan(program, **options, form="fsdp2"), plan.baselines["data_parallel"]
+    assert plan.prediction.step_time_s > baseline.step_time_s and "data_parallel" in plan.origin.not_held
+    assert held.prediction.step_time_s <= baseline.step_time_s * 1.001 and not held.origin.not_held
+    (line,) = (line for line in plan.warnings if "cannot hold" in line)
+    assert "data_parallel" in line
+    assert f"--for fsdp2 takes {format_seconds(held.prediction.step_time_s)} a step" in line
+
+
+@pytest.mark.parametrize("form", ["jax", "dtensor", "fsdp2"])
+def test_a_baseline_that_a_form_holds_is_no_faster_than_the_plan(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the search without the form leave many other choices, of which the form could price no further one."""
+    model, named = _model(trained(4096)), form_named(form)
+    groups = analyse_program(model.program, "tpu").groups
+    limits = Limits(model.mesh.topology.usable_bytes, 10.0, 0)
+    found = search(model, baselines(model, groups), limits, lambda line: None)
+    other: list[Candidate] = []
+    for dim, axis, name in itertools.product((0, 1), MESH, ("params.up", "params.down")):
+        spec = Spec(tuple((axis,) if each == dim else () for each in (0, 1)))
+        choices = Propagation(model, Rest.DTENSOR).choices({name: spec})
+        other.append(evaluated_candidate(model, "other", choices, evaluate(model, choices), limits.memory_bytes))
+    for limit in ("TRIES", "HEARD", "RUN"):
+        monkeypatch.setattr(within_form, limit, 1 + len(found.baselines))
+    found = dataclasses.replace(found, best=other[0], fitting=tuple(other))
+    within = plan_within(named, model, groups, found, Required({}, {}), limits, lambda line: None)
+    assert within.best.outcome.step_time_s <= found.baselines["data_parallel"].outcome.step_time_s * 1.001
 
 
 def test_what_is_asked_for_holds_within_a_form():
