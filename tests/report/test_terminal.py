@@ -11,7 +11,8 @@ from rich.console import Console
 
 import autoshard
 from autoshard.base.units import format_bytes, format_seconds
-from autoshard.exec import CompileReport, Estimate, Verdict, compiled_plan
+from autoshard.exec import CompileReport, Estimate, Unforeseen, Verdict, compiled_plan
+from autoshard.exec.ahead.compile_plans import compile_notes
 from autoshard.planning import Call, Plan
 from autoshard.planning.record.plan_parts import TimeError
 from autoshard.report import terminal_report
@@ -51,6 +52,18 @@ def with_compiled(plan: Plan, step_s: float, gib: int) -> Plan:
         plan.prediction.step_time_s, timed, None, 1.0, "", (),
     )  # fmt: skip
     return compiled_plan(plan, report)
+
+
+def test_equal_unforeseen_collectives_share_a_line(plan: Plan):
+    row = Unforeseen("all-reduce", ("model",), 63 * 2**20, 0.1, 1, "dot_general", "my.py:17", "", "")
+    other = dataclasses.replace(row, line="my.py:18")
+    empty = dict.fromkeys(field.name for field in dataclasses.fields(CompileReport))
+    rows = {"unforeseen": (row, other, *[row] * 8), "warnings": ("a warning",)}
+    assert compile_notes(CompileReport(**{**empty, **rows})) == [
+        "Unforeseen: 9 x all-reduce over model, 63.00 MiB (10% of all): dot_general at my.py:17",
+        "Unforeseen: all-reduce over model, 63.00 MiB (10% of all): dot_general at my.py:18",
+        "a warning",
+    ]
 
 
 @pytest.mark.parametrize(("step_s", "gib"), [(3.3, 42), (29.0, 42), (0.5, 42), (3.3, 80), (29.0, 20)])
