@@ -279,11 +279,19 @@ def test_the_verdict_of_a_plan_is_its_compilers(
     first = shown.stdout.split("Plan\n")[0]
     if code == 1:
         assert "DOES NOT FIT: 60.00 GiB of 15.75 GiB a device" in first and compiled["verdict"] == "does not fit"
+        assert not autoshard.load(folder / "c.json").compiled.fits
         return
     assert "FITS: 2.00 MiB of 15.75 GiB a device" in first
-    assert re.search(r"COMPILED in 1.5 s: memory predicted [\d.]+ .iB, peak 1.50 MiB, reserved 2.00 MiB\n", first)
+    assert re.search(r"COMPILED: memory predicted [\d.]+ .iB, peak 1.50 MiB, reserved 2.00 MiB\n", first)
     assert re.search(r"  step [\d.]+ .?s \+- \d+% by the compiler's schedule\n", first)
     assert compiled["peak_bytes"] == {"predicted": ANY, "compiled": 3 * 2**19, "reserved": 2**21}
+    assert "asks the compiler" not in shown.stdout and json.loads(figures.stdout)["wall_s"]["compile"] == 1.5
+    here("report", "c.json", "-o", "own.html")
+    own = (folder / "own.html").read_text()
+    assert "Compiled: fits" in own and "by the compiler's schedule" in own.replace("&#39;", "'")
+    saved = json.loads(here("report", "c.json", "--json").stdout)
+    assert saved["compiled"] == {key: compiled[key] for key in ("verdict", "peak_bytes", "step_time_s", "wire_bytes")}
+    assert "as predicted" in here("report", "c.json").stdout
     (folder / "figures.json").write_text(figures.stdout)
     here("report", "c.json", "--compiled", "figures.json", "-o", "r.html")
     page = (folder / "r.html").read_text()

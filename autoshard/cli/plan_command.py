@@ -25,8 +25,8 @@ def run_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
     # Planning uses no accelerator. Without this call JAX would search for one and wait for it.
     """Run `autoshard plan`: print the plan and the next command, and save it and its candidates to `--out`.
 
-    With `--compile` the plan is compiled, and printed with the compiler's figures. Return 1 if the compiled program
-    does not fit, else 0.
+    With `--compile` the plan is compiled, and printed and saved with the compiler's figures. Return 1 if the compiled
+    program does not fit, else 0.
 
     Raises `UserError` for options that no program satisfies, if no plan fits, and with `--compile` as `compile_plan`
     does. A missing compiler is refused before planning. If the compiler fails, the plan is printed first.
@@ -45,7 +45,7 @@ def run_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
         written = out_files(arguments.out, len(result.candidates))
         for each, path in zip(result.candidates, written, strict=False):
             save_plan(each.plan, path)
-        wall_s = {"trace": traced, **result.wall_s, "total": time.perf_counter() - began}
+        plan, wall_s = result.plan, {"trace": traced, **result.wall_s}
         if arguments.compile:
             # The plan's own source has the options that the planner chose.
             as_planned = argparse.Namespace(**{**vars(arguments), **dict.fromkeys(PROGRAM_OPTIONS)})
@@ -53,6 +53,14 @@ def run_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
                 compiled = compile_here(as_planned, progress, result.plan, quick=True)
             except UserError as error:
                 failed = error
+            else:
+                from autoshard.exec import compiled_plan
+
+                wall_s["compile"] = compiled.compile_s
+                plan = compiled_plan(plan, compiled)
+                for path in written[:1]:
+                    save_plan(plan, path)
+        wall_s["total"] = time.perf_counter() - began
     from autoshard.report import candidate_figures, candidates_report, plan_figures, terminal_report
 
     if arguments.json:
@@ -61,21 +69,17 @@ def run_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
             from autoshard.exec import compile_figures
 
             more["compiled"] = compile_figures(compiled)
-        print_json(plan_figures(result.plan, wall_s) | more, answer)
+        print_json(plan_figures(plan, wall_s) | more, answer)
     else:
-        print_rich(terminal_report(result.plan, wall_s, compiled), answer)
+        print_rich(terminal_report(plan, wall_s), answer)
         if offered:
             print_rich(candidates_report(offered), answer)
         for number, path in enumerate(written):
             print(f"{f'Candidate {number + 1}' if number else 'Plan'} written to {path}", file=answer)
-        print(f"Next: {_next_command(arguments, result.plan, written)}", file=answer)
+        print(f"Next: {_next_command(arguments, plan, written)}", file=answer)
     if failed is not None:
         raise failed
-    if compiled is None:
-        return 0
-    from autoshard.exec import Verdict
-
-    return 1 if compiled.verdict is Verdict.DOES_NOT_FIT else 0
+    return 1 if plan.compiled is not None and not plan.compiled.fits else 0
 
 
 def _check_compilable(arguments: argparse.Namespace) -> None:

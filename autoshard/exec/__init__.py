@@ -7,9 +7,9 @@ from autoshard.exec.ahead.compile_plans import Unforeseen as Unforeseen
 from autoshard.exec.ahead.compile_plans import Verdict as Verdict
 from autoshard.exec.ahead.compile_plans import compile_figures as compile_figures
 from autoshard.exec.ahead.compile_plans import compile_lines as compile_lines
-from autoshard.exec.ahead.compile_plans import compile_notes as compile_notes
 from autoshard.exec.ahead.compile_plans import compile_plan as compile_plan
 from autoshard.exec.ahead.compile_plans import compile_plans as compile_plans
+from autoshard.exec.ahead.compiled_plan import compiled_plan as compiled_plan
 from autoshard.exec.apply.exported_step import jax_export as jax_export
 from autoshard.exec.apply.jax_application import Application as Application
 from autoshard.exec.apply.jax_application import PlannedFunction as PlannedFunction

@@ -71,6 +71,7 @@ from autoshard.planning.record.plan_parts import WAITS_FOR_HOST as WAITS_FOR_HOS
 from autoshard.planning.record.plan_parts import Activation as Activation
 from autoshard.planning.record.plan_parts import Call as Call
 from autoshard.planning.record.plan_parts import Collective as Collective
+from autoshard.planning.record.plan_parts import CompiledStep as CompiledStep
 from autoshard.planning.record.plan_parts import HeldTensors as HeldTensors
 from autoshard.planning.record.plan_parts import MeshTried as MeshTried
 from autoshard.planning.record.plan_parts import ParameterUse as ParameterUse

@@ -76,6 +76,15 @@ def lower_function(fn: Callable[..., Any], args: tuple[Any, ...], donate: tuple[
     return Lowered(traced.jaxpr.jaxpr, ir, traced.out_info, platform, lowerings)
 
 
+_VALUES = {
+    "ConcretizationTypeError",
+    "NonConcreteBooleanIndexError",
+    "TracerArrayConversionError",
+    "TracerBoolConversionError",
+    "TracerIntegerConversionError",
+}
+"""Errors of JAX for code that reads the values of a tensor when only its shape is known."""
+
 _CALLERS = ("program/load.py", "program/trace_cache.py", "base/shared_results.py", "__init__.py", "__main__.py")
 _CALLERS += tuple(f"{room}/" for room in ("cli", "degrees", "exec", "exports", "planning", "serving", "validation"))
 """Files and folders of this package that open programs, and that programs do not call."""
@@ -136,7 +145,18 @@ def user_code(label: str, run: Callable[[], Any]) -> Any:
             ) from error
         place = _user_place(error)
         at = f" ({place})" if place else ""
-        raise UserError(f"`{label}` could not be traced by JAX: {type(error).__name__}: {text}{at}.") from error
+        how = ""
+        if asks_for_values(error):
+            how = (
+                "; plans are made from shapes alone: replace the `if`, `while`, mask index or numpy call that reads "
+                "values by jax.lax.cond, jax.lax.while_loop or jnp.where"
+            )
+        raise UserError(f"`{label}` could not be traced by JAX: {type(error).__name__}: {text}{at}{how}.") from error
+
+
+def asks_for_values(error: BaseException) -> bool:
+    """Return True if the error is that code read the values of a tensor with only a shape."""
+    return type(error).__name__ in _VALUES
 
 
 def _user_place(error: BaseException) -> str:

@@ -45,9 +45,39 @@ def plan_figures(plan: Plan, wall_s: Mapping[str, float] | None = None) -> dict[
         "unruled": [dataclasses.asdict(each) for each in plan.unruled],
         "unsure": [dataclasses.asdict(each) for each in plan.unsure],
     }
+    if plan.compiled is not None:
+        figures["compiled"] = compiled_figures(plan)
     if wall_s is not None:
         figures["wall_s"] = {phase: round(seconds, 4) for phase, seconds in wall_s.items()}
     return figures
+
+
+def compiled_figures(plan: Plan) -> dict[str, Any]:
+    """Return the compiled figures of a plan with its predictions, as `autoshard compile --json` names them; an empty
+    object for a plan that was saved without them.
+    """
+    own, found = plan.prediction, plan.compiled
+    if found is None:
+        return {}
+    return {
+        "verdict": found.verdict,
+        "peak_bytes": {
+            "predicted": own.peak_bytes,
+            "compiled": found.peak_bytes,
+            "reserved": found.reserved_bytes,
+        },
+        "step_time_s": {
+            "predicted": own.step_time_s,
+            "estimated": found.step_time_s,
+            "error": found.error,
+            "followed": found.followed,
+            "undecided": found.undecided,
+        },
+        "wire_bytes": {
+            axis: {"predicted": own.wire_bytes.get(axis, 0), "compiled": found.wire_bytes.get(axis, 0)}
+            for axis in sorted({*own.wire_bytes, *found.wire_bytes})
+        },
+    }
 
 
 _KERNELS = {"splash": "splash attention", "cudnn_attention": "cuDNN attention", "ring": "ring attention"}

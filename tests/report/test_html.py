@@ -13,6 +13,7 @@ from autoshard.cost import Topology, make_mesh
 from autoshard.planning import MeshTried, Plan, Spec, load_plan, save_plan
 from autoshard.report import html_report
 from autoshard.report.figures import recipe_line
+from autoshard.report.terminal.explanation_report import step_limits
 
 
 class Page(HTMLParser):
@@ -180,6 +181,26 @@ def test_the_bar_and_the_sentence_show_what_is_exposed_and_no_more(plan: Plan):
         in text
     )
     assert "the costliest is reduce-scatter over model, 150 ms for dot_general in mlp.down_proj" in text
+
+
+def test_the_costliest_collectives_of_all_layers_are_named_together(plan: Plan):
+    first = plan.prediction.collectives[0]
+    names = [f"params.layers.{n}.{w}" for n in range(4) for w in ("w1", "wk")]
+
+    def limits(seconds: dict[str, float]) -> str:
+        rows = tuple(
+            dataclasses.replace(first, cause=name, exposed_s=seconds[name[-2:]], hidden=False) for name in names
+        )
+        return " ".join(
+            step_limits(dataclasses.replace(plan, prediction=dataclasses.replace(plan.prediction, collectives=rows)))
+        )
+
+    assert "1.2 s, chiefly for params.layers.*.w1." in limits({"w1": 0.2, "wk": 0.1})
+    assert "1.2 s, chiefly for params.layers.*.wk." in limits({"w1": 0.1, "wk": 0.2})
+    names.extend(f"params.layers.{n}.w2" for n in range(4))
+    assert "1.6 s, 40% of it for params.layers.*.w1." in limits({"w1": 0.16, "wk": 0.12, "w2": 0.12})
+    names[:] = names[:1]
+    assert "200 ms for params.layers.0.w1." in limits({"w1": 0.2})
 
 
 def test_what_no_collective_exposes_is_waiting_for_links(plan: Plan):

@@ -11,7 +11,8 @@ from rich.console import Console
 
 import autoshard
 from autoshard.base.units import format_bytes, format_seconds
-from autoshard.exec import CompileReport, Estimate, Verdict
+from autoshard.exec import CompileReport, Estimate, Unforeseen, Verdict, compiled_plan
+from autoshard.exec.ahead.compile_plans import compile_notes
 from autoshard.planning import Call, Plan
 from autoshard.planning.record.plan_parts import TimeError
 from autoshard.report import terminal_report
@@ -44,24 +45,52 @@ def test_a_baseline_within_the_error_of_ratios_counts_as_equal(plan: Plan):
     assert "1.03x the speed of the best baseline" in rendered(narrow, 200)
 
 
-@pytest.mark.parametrize(("step_s", "gib"), [(3.3, 42), (29.0, 42), (0.5, 42), (3.3, 80), (29.0, 20)])
-def test_a_compiled_program_that_differs_much_stands_in_the_verdict(plan: Plan, step_s: float, gib: int):
+def with_compiled(plan: Plan, step_s: float, gib: int) -> Plan:
     timed = Estimate(step_s, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, {}, {}, 0, ())
     report = CompileReport(
         Verdict.FITS, 0, None, plan.prediction.peak_bytes, gib * 2**30, gib * 2**30, {}, {}, 0, {}, {}, {}, (), (),
         plan.prediction.step_time_s, timed, None, 1.0, "", (),
     )  # fmt: skip
-    stream = io.StringIO()
-    Console(file=stream, width=160).print(terminal_report(plan, None, report))
-    fits, step = stream.getvalue().splitlines()[2:4]
+    return compiled_plan(plan, report)
+
+
+def test_equal_unforeseen_collectives_share_a_line(plan: Plan):
+    row = Unforeseen("all-reduce", ("model",), 63 * 2**20, 0.1, 1, "dot_general", "my.py:17", "", "")
+    other = dataclasses.replace(row, line="my.py:18")
+    empty = dict.fromkeys(field.name for field in dataclasses.fields(CompileReport))
+    rows = {"unforeseen": (row, other, *[row] * 8), "warnings": ("a warning",)}
+    assert compile_notes(CompileReport(**{**empty, **rows})) == [
+        "Unforeseen: 9 x all-reduce over model, 63.00 MiB (10% of all): dot_general at my.py:17",
+        "Unforeseen: all-reduce over model, 63.00 MiB (10% of all): dot_general at my.py:18",
+        "a warning",
+    ]
+
+
+@pytest.mark.parametrize(("step_s", "gib"), [(3.3, 42), (29.0, 42), (0.5, 42), (3.3, 80), (29.0, 20)])
+def test_a_compiled_program_that_differs_much_stands_in_the_verdict(plan: Plan, step_s: float, gib: int):
+    text = rendered(with_compiled(plan, step_s, gib), 160)
+    fits, step = text.splitlines()[2:4]
     assert fits.startswith(f"FITS: {gib}.00 GiB of 95.70 GiB a device")
     assert ("where 41.00 GiB was predicted, off by a factor" in fits) == (gib != 42)
     if step_s == 3.3:
         assert step.startswith("STEP: 3.22 s (no run like this one is known), MFU 61.6%; 1.03x the speed of the best")
     else:
         factor = max(step_s / 3.22, 3.22 / step_s)
-        assert step.startswith(f"STEP: {format_seconds(step_s)} as compiled, where 3.22 s was predicted, off by a ")
+        assert step.startswith(f"STEP: {format_seconds(step_s)} +- ")
+        assert "% as compiled, where 3.22 s was predicted, off by a factor" in step
         assert step.rstrip().endswith(f"factor {factor:.1f}; not compared with baselines")
+    assert "\nStep time, as predicted" in text and "\nBaselines, as predicted" in text
+
+
+def test_a_prediction_within_the_error_of_the_estimate_is_undecided(plan: Plan, monkeypatch: pytest.MonkeyPatch):
+    counted = dataclasses.replace(plan, provenance=plan.provenance | {"tokens": 524288})
+    monkeypatch.setattr(Estimate, "error", property(lambda timed: 0.86))
+    step = rendered(with_compiled(counted, 4.47, 41), 300).splitlines()[3]
+    assert step.startswith("STEP: 3.22 s (no run like this one is known) as predicted, 4.47 s +- 86% as compiled: ")
+    assert "undecided, they differ by less than the estimate's error, 163 k tokens/s (636 a device) as pred" in step
+    monkeypatch.setattr(Estimate, "error", property(lambda timed: 0.1))
+    step = rendered(with_compiled(counted, 4.47, 41), 300).splitlines()[3]
+    assert "off by a factor 1.4, 117 k tokens/s (458 a device) as compiled; not compared" in step
 
 
 def test_tokens_a_second_stand_with_the_step(plan: Plan):

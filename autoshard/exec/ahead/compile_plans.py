@@ -1,5 +1,6 @@
 """Compilation of a plan by the real compiler without devices, compared with the plan's predictions."""
 
+import collections
 import concurrent.futures
 import dataclasses
 import enum
@@ -415,13 +416,17 @@ def _not_followed(result: CompileReport) -> list[str]:
 
 
 def compile_notes(result: CompileReport) -> list[str]:
-    """Return the lines of the printed report on unforeseen collectives, then the warnings; empty without any."""
-    lines = []
+    """Return the lines of the printed report on unforeseen collectives, then the warnings; empty without any.
+
+    Collectives with equal lines share one, which begins with their number.
+    """
+    lines: collections.Counter[str] = collections.Counter()
     for row in result.unforeseen:
         where = f" at {row.line}" if row.line else ""
         specs = f", {row.before} -> {row.after}" if row.after else ""
-        lines.append(
-            f"Unforeseen: {row.kind} over {'+'.join(row.axes)}, {format_bytes(row.wire_bytes)} "
+        lines[
+            f"{row.kind} over {'+'.join(row.axes)}, {format_bytes(row.wire_bytes)} "
             f"({row.share:.0%} of all): {row.op}{where}{specs}{f' ({row.note})' if row.note else ''}"
-        )
-    return [*lines, *result.warnings]
+        ] += 1
+    texts = [f"Unforeseen: {f'{count} x ' if count > 1 else ''}{line}" for line, count in lines.items()]
+    return [*texts, *result.warnings]

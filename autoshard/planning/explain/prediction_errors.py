@@ -29,6 +29,9 @@ _FILE = pathlib.Path(__file__).with_name("prediction_errors.json")
 
 LARGE, SOME, MOST = 0.25, 0.1, 0.5
 """Shares of the predicted time or memory from which the errors of a class count, see `counts`."""
+ASK_COMPILER = "; `autoshard plan --compile` asks the compiler, in seconds for a small step"
+"""Advice at the end of a sentence on such ops."""
+
 USUAL = 1.3
 """Factor up to which an error is usual: the worst that a covered kind of program may show in its fidelity table."""
 
@@ -150,7 +153,7 @@ def unsure_lines(unsure: tuple[Unsure, ...], peak_bytes: int, memory_limit: int)
                 error += ", so it may not fit"
         lines.append(
             f"{each.ops} have {each.time_share:.0%} of the predicted step and {each.memory_share:.0%} of the peak: "
-            f"{error}; `autoshard plan --compile` asks the compiler, in seconds for a small step."
+            f"{error}{ASK_COMPILER}."
         )
     return lines
 

@@ -100,6 +100,7 @@ def _amounts(plan: Plan) -> Iterator[str]:
     predictions = {"prediction": plan.prediction} | {f"baselines.{key}": each for key, each in plan.baselines.items()}
     for where, prediction in predictions.items():
         yield from _negative(prediction, where)
+    yield from _negative(plan.compiled, "compiled")
     for number, row in enumerate(plan.ops):
         yield from _negative(row, f"ops.{number}")
     for number, held in enumerate(plan.timeline.held if plan.timeline else ()):

@@ -237,6 +237,32 @@ class Timeline:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class CompiledStep:
+    """Figures of the program that a compiler made under the plan."""
+
+    verdict: str
+    """The compiler's verdict on the fit, in words."""
+    fits: bool
+    """True if the compiled program fits into the memory of a device."""
+    peak_bytes: int | None
+    """Bytes of one device at the peak, or the bytes needed if it does not fit; None if unknown."""
+    reserved_bytes: int | None
+    """Bytes of one device that the program reserves from its start to its end; None if it does not fit."""
+    step_time_s: float | None
+    """Seconds of the step, estimated from the compiler's schedule; None, as `error` is, if it does not fit."""
+    error: float | None
+    """Share by which that estimate may be wrong."""
+    undecided: bool
+    """True if the estimate and the predicted step differ by less than that error."""
+    followed: bool
+    """False if unforeseen collectives send far more than the plan."""
+    wire_bytes: dict[str, int]
+    """Bytes that one device sends in a step, by mesh axis."""
+    notes: tuple[str, ...]
+    """Sentences on unforeseen collectives, and the warnings of the compilation."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class MeshTried:
     """One mesh that the search considered."""
 

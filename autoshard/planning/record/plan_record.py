@@ -12,6 +12,7 @@ from autoshard.planning.record.plan_origin import Origin, RecipeChoice, Source, 
 from autoshard.planning.record.plan_parts import (
     Activation,
     Call,
+    CompiledStep,
     MeshTried,
     ParameterUse,
     Pin,
@@ -117,6 +118,8 @@ class Plan:
 
     Exchanges of attentions whose sequence the axis splits follow, such as `ring`. Files of older plans have none.
     """
+    compiled: CompiledStep | None = dataclasses.field(default=None, metadata={"absent": None})
+    """Figures of the compiled step; None, and absent from a plan's file, if `plan --compile` did not make it."""
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON to a file, which is replaced if it exists; raise `UserError` if that is impossible."""

@@ -7,20 +7,10 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from autoshard.errors import UserError, reason_of
-from autoshard.program.lowering import check_backend
+from autoshard.program.lowering import asks_for_values, check_backend
 from autoshard.program.torch_ops.torch_gradients import TorchGradientError
 from autoshard.program.torch_ops.torch_imports import untested_torch
 from autoshard.program.torch_ops.views import SharedWriteError
-
-
-_VALUES = {
-    "ConcretizationTypeError",
-    "NonConcreteBooleanIndexError",
-    "TracerArrayConversionError",
-    "TracerBoolConversionError",
-    "TracerIntegerConversionError",
-}
-"""Errors of JAX for code that reads the values of a tensor when only its shape is known."""
 
 
 _TRANSFORMS = ("torch._functorch.apis", "torch._functorch.eager_transforms")
@@ -29,11 +19,6 @@ _TRANSFORMS = ("torch._functorch.apis", "torch._functorch.eager_transforms")
 
 _MACHINERY = {"_call_impl", "_wrapped_call_impl", "__call__"}
 """Methods of every module that only call its `forward`."""
-
-
-def asks_for_values(error: BaseException) -> bool:
-    """Return True if the error is that code read the values of a tensor with only a shape."""
-    return type(error).__name__ in _VALUES
 
 
 def lowering_error(error: BaseException, label: str, module: Any) -> UserError:
@@ -51,7 +36,7 @@ def lowering_error(error: BaseException, label: str, module: Any) -> UserError:
             "`backward`, `jacobian`), which lowered operations do not record; "
             "write the derivative out, or give a JAX function with `jax.grad`."
         )
-    if kind not in _VALUES and _passes(error.__traceback__, _TRANSFORMS):
+    if not asks_for_values(error) and _passes(error.__traceback__, _TRANSFORMS):
         return UserError(
             f"`{label}` could not be lowered: its code calls a transform of torch.func"
             f"{_place(error.__traceback__, module, _TRANSFORMS)} (`vmap`, `grad`, "
@@ -74,7 +59,7 @@ def lowering_error(error: BaseException, label: str, module: Any) -> UserError:
             "another (`reshape` of a tensor in another order, `expand`, `unfold`, `as_strided` or `t_`), which is read "
             "afterwards: write to a `clone()`."
         )
-    if kind in _VALUES:
+    if asks_for_values(error):
         return UserError(
             f"`{label}` could not be lowered: its code asks for the values of a tensor{place}, but plans are made from "
             "shapes alone; replace the `if`, `.item()`, `nonzero`, mask index or numpy call by torch.where or a "

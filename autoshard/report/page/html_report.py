@@ -10,7 +10,7 @@ from autoshard.base.units import format_bytes, format_count, format_seconds
 from autoshard.cost import Topology, make_mesh
 from autoshard.planning import MeshTried, Plan, Prediction, axis_words, mesh_words
 from autoshard.report.display import breakable, clean, readable
-from autoshard.report.figures import WHOLE_AXES, best_baseline, fixed_lines, recipe_line
+from autoshard.report.figures import WHOLE_AXES, best_baseline, compiled_figures, fixed_lines, recipe_line
 from autoshard.report.page.ops_page import BOUNDS, link_loads, memory_data, ops_data, ops_summary, roofs, timeline_data
 from autoshard.report.schedule_picture import schedule_picture
 from autoshard.report.terminal.argument_tree import module_trees
@@ -48,7 +48,7 @@ def html_report(
     """Return the page as text.
 
     - `compare`: another plan to compare with.
-    - `compiled`: output of `autoshard compile --json` for the plan.
+    - `compiled`: output of `autoshard compile --json` for the plan; by default the figures saved in the plan.
     - `measured`: output of `autoshard measure --json` for the plan.
     """
     prediction = plan.prediction
@@ -97,7 +97,7 @@ def html_report(
             binds=step_limits(plan),
             fixed=fixed_lines(plan),
             compare=compare and _comparison(plan, compare),
-            compiled=compiled and _compilation(compiled),
+            compiled=(compiled or plan.compiled) and _compilation(compiled or compiled_figures(plan)),
             measured=measured and _measurement(plan, measured),
             provenance=_flat(plan.provenance),
             data=script_json(

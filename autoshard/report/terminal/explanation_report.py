@@ -23,6 +23,7 @@ from autoshard.planning import (
     Prediction,
     axis_words,
     parameter_of,
+    pattern,
     spec_text,
 )
 from autoshard.report.display import clean, readable
@@ -316,6 +317,8 @@ def _flag_sets(plan: Plan) -> list[str]:
 def _worst_exposed(plan: Plan, prediction: Prediction) -> str:
     """Return the kind of collective and the axes that expose most communication, with seconds and its largest cause.
 
+    Causes that differ in the number of a layer alone are one. The share of a cause of at most half is stated.
+
     `prediction` is that of the plan, or of a baseline. Empty if nothing is exposed.
     """
     groups: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
@@ -325,9 +328,17 @@ def _worst_exposed(plan: Plan, prediction: Prediction) -> str:
     if not groups:
         return ""
     (kind, axes), members = max(groups.items(), key=lambda item: sum(c.waited_s for c in item[1]))
-    largest = max(members, key=lambda c: c.waited_s)
-    cause = f"{', chiefly' if len(members) > 1 else ''} for {cause_text(plan, largest)}" if largest.cause else ""
-    return f"{kind} over {' x '.join(axis_words(axes))}, {format_seconds(sum(c.waited_s for c in members))}{cause}"
+    total = sum(c.waited_s for c in members)
+    families: defaultdict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for collective in members:
+        text = cause_text(plan, collective) if collective.cause else ""
+        families[pattern(text)][text] += collective.waited_s
+    name, family = max(families.items(), key=lambda item: sum(item[1].values()))
+    name = name if len(family) > 1 else next(iter(family))
+    share = sum(family.values()) / total
+    most = "" if len(families) == 1 else ", chiefly" if share > 0.5 else f", {share:.0%} of it"
+    cause = f"{most} for {name}" if name else ""
+    return f"{kind} over {' x '.join(axis_words(axes))}, {format_seconds(total)}{cause}"
 
 
 def cause_text(plan: Plan, collective: Collective) -> str:

@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.base.units import format_bytes, format_count, format_seconds
-from autoshard.exec import CompileReport, Verdict, compile_notes
 from autoshard.planning import (
     USUAL,
     Collective,
+    CompiledStep,
     Plan,
     Prediction,
     Recipe,
@@ -39,17 +39,13 @@ MESHES = RECIPES = 6
 """Most rows that a table shows; the rest is counted."""
 
 
-def terminal_report(
-    plan: Plan, wall_s: Mapping[str, float] | None = None, compiled: CompileReport | None = None
-) -> RenderableType:
+def terminal_report(plan: Plan, wall_s: Mapping[str, float] | None = None) -> RenderableType:
     """Return the plan as a rich renderable for 80 columns or more: the verdict first, then details by weight.
 
     - `wall_s`: seconds of each planning phase, to be shown at the end; None or an empty mapping omits that line.
-    - `compiled`: report of the compiled plan, whose memory is then the verdict.
-
-    Sections without content are omitted.
+    The memory of a compiled plan is the verdict. Sections without content are omitted.
     """
-    return _Report(plan, wall_s, compiled)
+    return _Report(plan, wall_s)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,12 +54,12 @@ class _Report:
 
     plan: Plan
     wall_s: Mapping[str, float] | None
-    compiled: CompileReport | None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the sections of the report in order; `options` has the terminal's width."""
         plan = self.plan
-        yield _verdict(plan, self.compiled)
+        predicted = ", as predicted" if plan.compiled is not None else ""
+        yield _verdict(plan)
         yield from _section("Plan", Text("\n").join(Text(f"  {clean(line)}") for line in plan.words))
         yield from _section("Fixed beforehand", _bullets(fixed_lines(plan)))
         yield from _section("Priced for compiler flags", _bullets(_flag_lines(plan)))
@@ -71,17 +67,17 @@ class _Report:
         inputs = [name for name, role in plan.roles.items() if role == "batch"]
         yield from _section("Largest parameters", _split_table(plan, "parameter", weights, options.max_width))
         yield from _section("Inputs", _split_table(plan, "input", inputs, options.max_width))
-        yield from _section("Step time", _time(plan.prediction))
+        yield from _section(f"Step time{predicted}", _time(plan.prediction))
         yield from _section("Pipeline", schedule_report(plan))
         yield from _section("Memory of one device at the peak", _memory(plan))
-        yield from _section("Baselines", _baselines(plan))
+        yield from _section(f"Baselines{predicted}", _baselines(plan))
         yield from _section("Other recipes", _recipes(plan))
         yield from _section("Other meshes", _meshes(plan))
         yield from _section("Collectives that cost most", _collectives(plan, options.max_width))
         yield from _section("What limits the step", _bullets(step_limits(plan)))
         yield from _section("Warnings", _bullets(plan.warnings, "yellow"))
-        if self.compiled is not None:
-            yield from _section("Compiled program", _bullets(compile_notes(self.compiled), "yellow"))
+        if plan.compiled is not None:
+            yield from _section("Compiled program", _bullets(plan.compiled.notes, "yellow"))
         if self.wall_s:
             phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.wall_s.items())
             yield from (Text(), Text(f"Planned in: {phases}", style="dim"))
@@ -96,22 +92,22 @@ def _flag_lines(plan: Plan) -> list[str]:
     return prices or ([f"{', '.join(plan.flags)}: no price changes."] if plan.flags else [])
 
 
-def _verdict(plan: Plan, compiled: CompileReport | None) -> RenderableType:
+def _verdict(plan: Plan) -> RenderableType:
     """Return the head of the report: program, mesh, fit, step time, best baseline and recipe.
 
     Tokens per second and MFU appear if the plan has them, the memory's percentage if the limit is not 0. The fit is
     that of the compiled program if there is one, with a line on its schedule. Predictions that miss it by more than
-    `USUAL` follow the compiled figures, and a missed step is not compared with baselines.
+    `USUAL` follow the compiled figures.
     """
-    prediction = plan.prediction
+    prediction, compiled = plan.prediction, plan.compiled
     mesh = mesh_words(plan.mesh)
     devices = math.prod(plan.mesh.values())
     noun = "device" if devices == 1 else "devices"
     title = Text(f"{clean(plan.program_name, 60)} on {plan.topology} ({devices} {noun}), mesh {mesh}", style="bold")
     fits, used = prediction.fits, prediction.peak_bytes
     if compiled is not None:
-        fits = compiled.verdict is not Verdict.DOES_NOT_FIT
-        used = compiled.reserved_compiled or compiled.peak_compiled or used
+        fits = compiled.fits
+        used = compiled.reserved_bytes or compiled.peak_bytes or used
     verdict = Text("FITS", style="bold green") if fits else Text("DOES NOT FIT", style="bold red")
     of = f": {format_bytes(used)} of {format_bytes(plan.memory_limit_bytes)} a device"
     verdict.append(of, style="not bold default")
@@ -119,27 +115,41 @@ def _verdict(plan: Plan, compiled: CompileReport | None) -> RenderableType:
         verdict.append(f" ({used / plan.memory_limit_bytes:.0%})", style="not bold default")
     if compiled is None and plan.memory_within is not None:
         verdict.append(f", within a factor {plan.memory_within:.1f}", style="not bold default")
-    if compiled is not None and (factor := _missed(compiled.peak_predicted, used)):
-        words = f", where {format_bytes(compiled.peak_predicted)} was predicted, off by a factor {factor:.1f}"
+    if compiled is not None and (factor := _missed(prediction.peak_bytes, used)):
+        words = f", where {format_bytes(prediction.peak_bytes)} was predicted, off by a factor {factor:.1f}"
         verdict.append(words, style="not bold default")
     recipe = Text("RECIPE", style="bold").append(f": {clean(recipe_line(plan))}", style="not bold")
-    timed = compiled.estimate if compiled is not None else None
-    if compiled is not None and timed is not None and (factor := _missed(prediction.step_time_s, timed.step_time_s)):
-        words = (
-            f": {format_seconds(timed.step_time_s)} as compiled, where {format_seconds(prediction.step_time_s)} was "
-        )
-        words += f"predicted, off by a factor {factor:.1f}; not compared with baselines"
-        step = Text("STEP", style="bold").append(words, style="not bold")
-        return Group(title, Text(), verdict, step, recipe, _compiled(compiled))
-    step = Text("STEP", style="bold").append(f": {format_seconds(prediction.step_time_s)}", style="not bold")
-    step.append(f" ({plan.time_error_words})", style="not bold")
-    if plan.tokens_per_s is not None:
-        rate, share = format_count(plan.tokens_per_s), format_count(plan.tokens_per_s / devices)
-        step.append(f", {rate} tokens/s ({share} a device)", style="not bold")
+    step = Text("STEP", style="bold").append(f": {_step_words(plan)}", style="not bold")
+    return Group(title, Text(), verdict, step, recipe, *([] if compiled is None else [_compiled(plan, compiled)]))
+
+
+def _step_words(plan: Plan) -> str:
+    """Return the words of the headline on the step: its time, tokens a second, MFU and the best baseline.
+
+    A compiled time that the prediction misses beyond the estimate's error stands first. Its tokens a second are of that
+    time, and it is compared with no baseline, as those are not compiled.
+    """
+    prediction, compiled = plan.prediction, plan.compiled
+    predicted_s, step_s = prediction.step_time_s, prediction.step_time_s
+    words = f"{format_seconds(predicted_s)} ({plan.time_error_words})"
+    source = ""
+    if compiled is not None and compiled.step_time_s and (factor := _missed(predicted_s, compiled.step_time_s)):
+        estimated = f"{format_seconds(compiled.step_time_s)} +- {compiled.error or 0:.0%} as compiled"
+        source = " as predicted" if compiled.undecided else " as compiled"
+        if not compiled.undecided:
+            step_s = compiled.step_time_s
+            words = f"{estimated}, where {format_seconds(predicted_s)} was predicted, off by a factor {factor:.1f}"
+        else:
+            words = f"{words} as predicted, {estimated}: undecided, they differ by less than the estimate's error"
+    if plan.origin.tokens and step_s > 0:
+        rate = plan.origin.tokens / step_s
+        share = format_count(rate / math.prod(plan.mesh.values()))
+        words += f", {format_count(rate)} tokens/s ({share} a device){source}"
+    if step_s != predicted_s:
+        return f"{words}; not compared with baselines"
     if prediction.mfu is not None:
-        step.append(f", MFU {prediction.mfu:.1%}", style="not bold")
-    step.append(f"; {_against_best(plan)}", style="not bold")
-    return Group(title, Text(), verdict, step, recipe, *([] if compiled is None else [_compiled(compiled)]))
+        words += f", MFU {prediction.mfu:.1%}"
+    return f"{words}; {_against_best(plan)}"
 
 
 def _missed(predicted: float, compiled: float) -> float:
@@ -153,16 +163,17 @@ def _missed(predicted: float, compiled: float) -> float:
     return factor if factor > USUAL else 0.0
 
 
-def _compiled(compiled: CompileReport) -> Text:
+def _compiled(plan: Plan, compiled: CompiledStep) -> Text:
     """Return a line on the memory of the compiled program, and one on its schedule if it has one."""
-    peak = "not said" if compiled.peak_compiled is None else format_bytes(compiled.peak_compiled)
-    words = f" in {compiled.compile_s:.1f} s: memory predicted {format_bytes(compiled.peak_predicted)}, peak {peak}"
-    if compiled.reserved_compiled is not None:
-        words += f", reserved {format_bytes(compiled.reserved_compiled)}"
-    if compiled.verdict is Verdict.FITS_WITH_REMAT:
-        words += f"\n  {compiled.verdict.value}"
-    if (timed := compiled.estimate) is not None:
-        words += f"\n  step {format_seconds(timed.step_time_s)} +- {timed.error:.0%} by the compiler's schedule"
+    peak = "not said" if compiled.peak_bytes is None else format_bytes(compiled.peak_bytes)
+    words = f": memory predicted {format_bytes(plan.prediction.peak_bytes)}, peak {peak}"
+    if compiled.reserved_bytes is not None:
+        words += f", reserved {format_bytes(compiled.reserved_bytes)}"
+    if compiled.fits and compiled.verdict != "fits":
+        words += f"\n  {compiled.verdict}"
+    if compiled.step_time_s is not None:
+        step = f"{format_seconds(compiled.step_time_s)} +- {compiled.error or 0:.0%}"
+        words += f"\n  step {step} by the compiler's schedule"
     return Text("COMPILED", style="bold").append(words, style="not bold")
 
 
