@@ -268,3 +268,14 @@ def test_no_command_shows_the_help_and_fails():
 
 def test_version():
     assert run("--version").stdout == f"autoshard {__version__}\n"
+
+
+@pytest.mark.parametrize("devices", ["v5q:2x4", "v5e:2x4 --mesh data=3"])
+def test_a_wrong_topology_or_mesh_is_refused_without_the_planner(devices: str):
+    code = f"""
+import sys, autoshard.cli
+code = autoshard.cli.main("plan step.py --topology {devices}".split())
+print(code, sorted({{"jax", "torch", "autoshard.planning", "autoshard.program"}} & set(sys.modules)))
+"""
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout == "2 []\n" and shown.stderr.startswith("autoshard: ")

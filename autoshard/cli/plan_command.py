@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 
 def run_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
-    # Planning uses no accelerator. Without this call JAX would search for one and wait for it.
     """Run `autoshard plan`: print the plan and the next command, and save it and its candidates to `--out`.
 
     With `--compile` the plan is compiled, and printed and saved with the compiler's figures. Return 1 if the compiled
@@ -31,6 +30,8 @@ def run_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
     Raises `UserError` for options that no program satisfies, if no plan fits, and with `--compile` as `compile_plan`
     does. A missing compiler is refused before planning. If the compiler fails, the plan is printed first.
     """
+    _check_devices(arguments)
+    # Planning uses no accelerator. Without this call JAX would search for one and wait for it.
     need_no_accelerator()
     if arguments.compile:
         _check_compilable(arguments)
@@ -80,6 +81,17 @@ def run_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
     if failed is not None:
         raise failed
     return 1 if plan.compiled is not None and not plan.compiled.fits else 0
+
+
+def _check_devices(arguments: argparse.Namespace) -> None:
+    """Raise `UserError` for an unknown topology, and for a given mesh that it cannot have, before the planner and JAX
+    are imported, which takes seconds.
+    """
+    from autoshard.cost import AUTO, Topology, make_mesh, parse_mesh
+
+    topology = Topology.parse(arguments.topology)
+    if arguments.mesh is not None and arguments.mesh != AUTO:
+        make_mesh(topology, parse_mesh(arguments.mesh))
 
 
 def _check_compilable(arguments: argparse.Namespace) -> None:
