@@ -69,7 +69,7 @@ def test_each_program_is_traced_and_analysed_once(monkeypatch: pytest.MonkeyPatc
 
 
 def test_programs_of_stages_are_traced_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of their traces records the segments of the module, which a shared trace would not."""
+    """Count traces of programs of stages, each of which records the segments of the module."""
     made: list[int] = []
 
     def by_stage(*_: Any) -> None:

@@ -248,7 +248,7 @@ def _slower(trial: MeshAttempt, chosen: MeshAttempt) -> str:
 
     A mesh that is faster by less than `LEAST_GAIN` and has more axes is reported as a saving that is too small. Parts
     that differ by less than 0.1 % of the step are left out. The search on a mesh ends once none of its plans can win.
-    Where its best plan may then be far from the fastest one, the range of possible excess is given instead of parts.
+    If a much faster plan than the one found may exist, the range of possible excess is given instead of parts.
     """
     mine, theirs = trial.outcome, chosen.outcome
     assert mine is not None and theirs is not None
