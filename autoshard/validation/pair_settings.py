@@ -125,7 +125,9 @@ def stated_blocks(said: Mapping[str, Any], assumed: list[str]) -> KernelBlocks:
     if sizes_of:
         fused = said.get("fused_attention_bwd") is True or "tokamax" in str(said.get("attention", ""))
         pairs = (("q", "kv"), ("q_dkv", "kv_dkv"), ("q_dq", "kv_dq"))
-        return KernelBlocks(*((sizes_of.get(q, 512), sizes_of.get(kv, 512)) for q, kv in pairs), fused)  # MaxText's 512
+        # MaxText's default is 512.
+        forward, dkv, dq = ((sizes_of.get(q, 512), sizes_of.get(kv, 512)) for q, kv in pairs)
+        return KernelBlocks(forward, dkv, dq, fused)
     if "torch_xla" in str(said.get("framework", "")) and "blocks" not in str(said.get("attention", "")):
         assumed.append("the blocks that torchprime gives its kernels")
         return _TORCHPRIME["splash" if "splash" in str(said.get("attention", "")) else "flash"]

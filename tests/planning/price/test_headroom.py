@@ -55,6 +55,7 @@ def test_it_is_the_mean_over_the_errors_of_our_memory_model():
     headroom = load_headroom("TPU")
     errors = NormalDist(headroom.error_mean, headroom.error_deviation).samples(200_000, seed=1)
     begins = headroom.recompute_from
+    assert begins is not None
     for share in (0.92, 0.96, 1.0):
         needed = [share + error for error in errors]
         again = [min(1.0, max(0.0, (n - begins) / (1 - begins))) for n in needed]
