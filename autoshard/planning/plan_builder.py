@@ -178,7 +178,7 @@ def make_plan(
     phases.start("extract", "reading the program's ops and their sharding rules")
     program = lift_constraints(program) if options.ignore_constraints else program
     program = lowered_for(program, parsed.traits.platform)
-    reading = analyse_program(program, parsed.backend, running.kept)
+    reading = analyse_program(program, parsed, running.kept)
     crew = running.crew or WorkerCrew()
     crew.progress = phases.progress
     share(crew, program, reading)

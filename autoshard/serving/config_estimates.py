@@ -163,7 +163,7 @@ def least_estimate(program: Program, topology: Topology) -> ModelEstimate:
     The step time is that of the arithmetic alone, without communication. The estimate has no layout, and batch and
     sequence length 0. MFU is 0 if the program has no model FLOPs.
     """
-    reading = analyse_program(program, topology.backend, kept=True)
+    reading = analyse_program(program, topology, kept=True)
     seconds = least_seconds(reading.graph, topology, load_calibration(topology.chip))
     sizes = dict.fromkeys(_KINDS.values(), 0.0)
     count = 0

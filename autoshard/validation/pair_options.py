@@ -264,7 +264,7 @@ def stated_topology(group: Mapping[str, Any], assumed: list[str]) -> Topology:
     count, slices = _chip_count(group, chip), whole_number(group, "slices", 1)
     if count % slices:
         raise IncompleteError(f"{count} chips do not make {slices} slices")
-    if chip.backend == "gpu":
+    if chip.traits.described:
         return gpu_topology(chip.name, count)
     text, each = str(group.get("topology", "")), count // slices
     shapes = [s for s in re.findall(r"\b\d+(?:x\d+)+\b", text) if math.prod(map(int, s.split("x"))) == each]

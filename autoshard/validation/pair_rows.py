@@ -372,7 +372,7 @@ def _run(
         decoder = dataclasses.replace(decoder, ahead=whole_number(dims, "mtp_layers"))
     degrees = _degrees(stated)
     eager = eager_framework_of(stated)
-    if eager and topology.chip.backend == "gpu":
+    if eager and topology.traits.described:
         gpu, more = gpu_run(stated, decoder, gpu_place(topology, str(group["hardware"])), degrees, eager)
         return gpu, (*assumed, *more)
     _check_degrees(degrees, topology)

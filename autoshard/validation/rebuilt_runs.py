@@ -291,7 +291,7 @@ def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
         gathered_on=abstract if run.keeps_gathered else None, whole_on=abstract if run.sums_late else None,
         pipeline=run.pipeline,
     )  # fmt: skip
-    reading = analyse_program(program, mesh.topology.backend)
+    reading = analyse_program(program, mesh.topology)
     figures = with_flags(load_calibration(run.topology.chip), run.flags).calibration
     staged = run.pipeline is not None
     model = build_model(program, reading, mesh, run.topology.usable_bytes, figures, staged=staged)

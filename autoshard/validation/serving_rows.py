@@ -143,7 +143,7 @@ def rebuild_serving(run: ServingRun) -> tuple[Model, NDArray[np.int64]]:
     sizes = _mesh_sizes(run)
     mesh = make_mesh(run.topology, {name: size for name, size in sizes.items() if size > 1})
     program = _program(run)
-    reading = analyse_program(program, mesh.topology.backend)
+    reading = analyse_program(program, mesh.topology)
     model = build_model(program, reading, mesh, run.topology.usable_bytes, load_calibration(run.topology.chip))
     axes = {name: [k] for k, name in enumerate(mesh.names)}
     wanted = _laid_out(run, model, reading.groups, axes.get("x", []), axes.get("yz", []))

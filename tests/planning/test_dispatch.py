@@ -37,8 +37,8 @@ def program(width=64):
 TRAIN = {"train": True}
 STAGES = {**TRAIN, "stages": 2, "schedule": "1f1b", "microbatches": 2}
 OPEN = {**TRAIN, "remat": "auto"}
-REMATS = [({**TRAIN, "remat": remat}, {}) for remat in ("none", "dots", "full", "full")]
-"""Policies of `OPEN`: `full` is slower by its arithmetic, and is planned after all to forecast another policy."""
+REMATS = [({**TRAIN, "remat": remat}, {}) for remat in ("none", "dots", "full")]
+"""Policies of `OPEN`, each opened once: `full` is slower by its arithmetic, and only forecasts another policy."""
 Opened = list[tuple[dict[str, Any], dict[str, Any]]]
 """Options and recipe of each opening of the source."""
 

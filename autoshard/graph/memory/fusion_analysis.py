@@ -58,6 +58,8 @@ class FusionRules:
     epilogues (`fuse_gpu_epilogues`), and some run late. Elementwise kernels overwrite operands that they read last.
     Constants that start a loop are written before it. `copied_slices` and `relaid_stacks` add copies.
     """
+    alone: bool = False
+    """True for a step on one device, whose gradients no collective sums."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from autoshard.graph.memory.fusion_analysis import Fusion, FusionAnalysis
-from autoshard.graph.records import OpClass, OpGraph
+from autoshard.graph.records import Op, OpClass, OpGraph, is_batched
 
 
 Buffers = tuple[tuple[int, int, int], ...]
@@ -71,7 +71,8 @@ def _run_leaves_late(graph: OpGraph, analysis: FusionAnalysis, last: dict[int, i
     """Extend in `last` the lives of operands of matmuls that the GPU compiler's scheduler puts off.
 
     Two matmuls outside of loops share an operand, as the gradients of a layer's input and weight do. The one whose
-    result is needed later runs when it is needed, or after all kernels that read results of the others. These results
+    result is needed later runs when it is needed, or after all kernels that read results of the others. On one device
+    only matmuls that the compiler rewrites (`_is_rewritten`) have a late place in the order. Results of the others
     lead to further matmuls; the gradients of tables, which only updates need, do not come first. Kernels that read the
     gradient of a convolution's input count too, as the head's gradient of autoencoders on h100 shows.
 
@@ -97,13 +98,23 @@ def _run_leaves_late(graph: OpGraph, analysis: FusionAnalysis, last: dict[int, i
         if graph.ops[first.root].kind == "convolution" and len(matmuls) > 1 and read_until < end:
             final = max(final, read_until)
         for late in matmuls:
-            if late.root < read_until < ready[late.root] and graph.ops[late.root].kind == "dot_general":
+            op, waits = graph.ops[late.root], late.root < read_until < ready[late.root]
+            if waits and op.kind == "dot_general" and (not analysis.rules.alone or _is_rewritten(op)):
                 put_off[late.root] = late, ready[late.root]
                 final = max(final, read_until)
     for late, needed_at in put_off.values():
         for tensor in late.reads:
             for source in analysis.stored_sources(tensor):
                 last[source] = max(last[source], min(final, needed_at))
+
+
+def _is_rewritten(op: Op) -> bool:
+    """Return True if the GPU compiler replaces a matmul: one with batch dims or several contracted dims."""
+    if op.rule is None:
+        return False
+    left, right = ({factor for dim in dims for factor in dim} for dims in op.rule.operands[:2])
+    contracted = (left & right) - {factor for dim in op.rule.results[0] for factor in dim}
+    return is_batched(op) or len(contracted) > 1
 
 
 def _leads_to_matmuls(graph: OpGraph) -> set[int]:

@@ -190,7 +190,7 @@ def _rebuild(plan: Plan, program: Program, kept: bool) -> tuple[Model, NDArray[n
     If the plan cut an axis in two, the constraints are read on the uncut mesh and mapped to the states of the cut one.
     """
     mesh = make_mesh(Topology.parse(plan.topology), plan.mesh)
-    reading = analyse_program(program, mesh.topology.backend, kept)
+    reading = analyse_program(program, mesh.topology, kept)
     model, choices = reprice(plan, program, reading)
     lines, axis_parts = plan.origin.asked, axis_parts_of(reading.groups, mesh)
     if axis_parts is None or not lines:

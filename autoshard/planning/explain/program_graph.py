@@ -141,7 +141,7 @@ def program_graph(program: Program, plan: Plan | None = None) -> ProgramGraph:
             f"the plan (of {plan.program_name}) is not for {program.name}: it is another program, it has changed, or "
             "it was planned with other options; plan it again."
         )
-    reading = analyse_program(program, Topology.parse(plan.topology).backend)
+    reading = analyse_program(program, Topology.parse(plan.topology))
     model, choices = reprice(plan, program, reading)
     return ProgramGraph(program, reading, Priced(plan, model, choices, price_ops(itemise(model, choices))))
 

@@ -266,7 +266,7 @@ def by_name(plan: Plan, program: Program) -> tuple[Mappings, dict[str, Spec]]:
     plan that cannot be priced again on the program.
     """
     program = as_planned(program, plan)
-    reading = analyse_program(program, Topology.parse(plan.topology).backend)
+    reading = analyse_program(program, Topology.parse(plan.topology))
     model, choices = reprice(plan, program, reading)
     named = NamedDims(model, reading.groups)
     mappings = recorded_mappings(plan) or named.mappings(choices)

@@ -60,7 +60,7 @@ def lost_values(plan: Plan, program: Program, form: Form) -> Iterator[LostValue]
     if form.rest is not Rest.XLA:
         return
     program = as_planned(program, plan)
-    model, choices = reprice(plan, program, reading := analyse_program(program, Topology.parse(plan.topology).backend))
+    model, choices = reprice(plan, program, reading := analyse_program(program, Topology.parse(plan.topology)))
     given = expressible_specs(form, plan.arguments, plan.shapes, plan.roles, plan.mesh)
     completed = Propagation(model, form.rest, plan.results if form.state else {}).choices(given)
     named = set[str]()

@@ -71,19 +71,19 @@ def price_form(plan: Plan, program: Program, form: Form, held: Program | None = 
     program = as_planned(program, plan)
     if program.fingerprint != plan.program_fingerprint:
         raise UserError(f"the program is not the one of the plan ({plan.program_name}): it has changed; plan it again.")
-    backend = Topology.parse(plan.topology).backend
+    topology = Topology.parse(plan.topology)
     if held is None:
-        reading = analyse_program(program, backend)
+        reading = analyse_program(program, topology)
         model, choices = reprice(plan, program, reading)
     else:
         program = as_planned(held, plan)
-        reading = analyse_program(program, backend)
+        reading = analyse_program(program, topology)
         model, choices = model_of(plan, program, reading), np.zeros(0, dtype=np.int64)
         plan = plan_of_held(plan, program)
     if form.rest is Rest.MAXTEXT:
         free = lift_constraints(program)  # MaxText's own code has no constraint of this program
         if free is not program:
-            reading = analyse_program(free, backend)
+            reading = analyse_program(free, topology)
             model = model_of(plan, free, reading)
         candidate = maxtext_candidate(model, reading.groups, maxtext_uses(plan), plan.memory_limit_bytes)
         return None if candidate is None else predict(model, candidate.outcome, plan.memory_limit_bytes)

@@ -69,25 +69,28 @@ class AnalysedProgram:
     """Dim groups of the program."""
 
 
-def analyse_program(program: Program, backend: str, kept: bool = False) -> AnalysedProgram:
-    """Read the ops, decisions, lifetimes and dim groups of a program, lowered for a backend (`BACKENDS`).
+def analyse_program(program: Program, where: Topology | str, kept: bool = False) -> AnalysedProgram:
+    """Read the ops, decisions, lifetimes and dim groups of a program, lowered for the backend of its devices.
 
-    Lifetimes depend on `backend`, since its compiler decides which tensors reach memory. With `kept`, the op graph is
+    Lifetimes depend on the backend, since its compiler decides which tensors reach memory. With `kept`, the op graph is
     read from the cache on disk if it is there, and stored there otherwise. Plans that share results
     (`sharing_results`) analyse a program once.
+
+    - `where`: the devices; the name of a backend (`BACKENDS`) stands for several devices of it.
     """
+    backend, alone = (where, False) if isinstance(where, str) else (where.backend, where.num_devices == 1)
     program = lowered_for(program, BACKENDS[backend].platform)
     # The program is part of the result, since its id is unique only as long as it exists.
-    key = id(program), backend
-    return shared("analysis", key, lambda: (program, _analysed(program, backend, kept)), _ANALYSES)[1]
+    key = id(program), backend, alone
+    return shared("analysis", key, lambda: (program, _analysed(program, backend, alone, kept)), _ANALYSES)[1]
 
 
 _ANALYSES = 2
 """Most analyses that are stored: that of the recipe in question, and that of the policy it is composed from."""
 
 
-def _analysed(program: Program, backend: str, kept: bool) -> AnalysedProgram:
-    """Analyse a program for `analyse_program`; it is lowered for the backend."""
+def _analysed(program: Program, backend: str, alone: bool, kept: bool) -> AnalysedProgram:
+    """Analyse a program for `analyse_program`; it is lowered for the backend. `alone` is True for one device."""
     read, traits = cached_graph if kept else read_graph, BACKENDS[backend]
     graph = replace_names(read(program.module), [a.name for a in program.arguments])
     if traits.rounds_operands:
@@ -103,7 +106,7 @@ def _analysed(program: Program, backend: str, kept: bool) -> AnalysedProgram:
     structure = build_structure(graph, parameters, ties, _words(program, graph), batch)
     undonated = [t for t, a in named if not a.donated]
     updates = {t: graph.results[a.result] for t, a in named if a.donated and a.result is not None}
-    rules = FusionRules(traits.fuses_into_matmuls, traits.narrows_stacks, traits.gpu_kernels)
+    rules = FusionRules(traits.fuses_into_matmuls, traits.narrows_stacks, traits.gpu_kernels, alone)
     softmaxes = find_softmaxes(graph, structure) if rules.fused_matmuls else ()
     liveness = analyse(graph, undonated, updates, rules, softmaxes)
     if traits.late_gradients:
@@ -237,7 +240,7 @@ def plan_bills(program: Program, plans: Sequence[Plan]) -> list[Bill]:
     """
     if not plans:
         return []
-    reading = analyse_program(program, Topology.parse(plans[0].topology).backend)
+    reading = analyse_program(program, Topology.parse(plans[0].topology))
     return [bill_of(itemise(*reprice(plan, program, reading))) for plan in plans]
 
 

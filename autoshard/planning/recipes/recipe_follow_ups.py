@@ -161,7 +161,7 @@ def compose_remat(search: Search, remats: Sequence[str]) -> bool:
     program, plan = search.full[base]
     if not program.savable:
         return False
-    reading = analyse_program(program, search.topology.backend, search.running.kept)
+    reading = analyse_program(program, search.topology, search.running.kept)
     model, choices = reprice(plan, program, reading)
     room = search.limit
     for _ in range(RETRIES):

@@ -354,7 +354,7 @@ class RecipeSearch:
 
     def _task(self, program: Program, stages: int) -> Task:
         """Return the planning task of a program, with an axis of `stages` (0 for no such axis)."""
-        reading = analyse_program(program, self.topology.backend, self.running.kept)
+        reading = analyse_program(program, self.topology, self.running.kept)
         figures = priced_with(self.options, self.topology).calibration
         return Task(program, reading, self.options.asked, self.limit, self.options.seed, figures, self.tables, stages)
 
@@ -404,7 +404,7 @@ class RecipeSearch:
         - `beat_s`: step time in seconds that the recipe must beat.
         - `staged`: meshes of its pipeline; None if it has none.
         """
-        reading = analyse_program(program, self.topology.backend, self.running.kept)
+        reading = analyse_program(program, self.topology, self.running.kept)
         figures = priced_with(options, self.topology).calibration
         bound = least_seconds(reading.graph, self.topology, figures)
         if program.stacks and recipe.arguments.get("stages") == 1:

@@ -238,7 +238,7 @@ class StageSearch:
                     f"modules of {program.name} that one may begin with; use fewer stages."
                 )
         share = stages
-        reading = analyse_program(program, self.topology.backend)
+        reading = analyse_program(program, self.topology)
         while schedules:
             try:
                 plan = self._sharded(program, stages, share)
