@@ -35,7 +35,8 @@ def run_module(
         "CPU_NUM_DEVICES": "8",
         "XLA_FLAGS": QUICKLY,
         "PYTHONFAULTHANDLER": "1",
-        "AUTOSHARD_DATA_DIR": "",  # what the user has measured changes plans
+        # Observations of the user's own would change plans.
+        "AUTOSHARD_DATA_DIR": "",
         "PYTHONPATH": os.pathsep.join([*([path] if path else []), str(ROOT)]),
     }
     command = ["-m", f"tests.exec.torch_xla_hook.{module}", *given, *names]
