@@ -43,6 +43,7 @@ def terminal_report(plan: Plan, wall_s: Mapping[str, float] | None = None) -> Re
     """Return the plan as a rich renderable for 80 columns or more: the verdict first, then details by weight.
 
     - `wall_s`: seconds of each planning phase, to be shown at the end; None or an empty mapping omits that line.
+
     The memory of a compiled plan is the verdict. Sections without content are omitted.
     """
     return _Report(plan, wall_s)
