@@ -48,10 +48,10 @@ class ExactSteps:
         self._plan = plan
         self._steps: list[tuple[Any, tuple[Any, ...]]] | None = None
 
-    def compare(self, leaves: Sequence[Any]) -> tuple[Check, list[Any]] | None:
+    def compare(self, leaves: Sequence[Any]) -> tuple[Check, list[Any]] | str:
         """Compare the results of both steps for flat arguments; return also those of the unplanned one.
 
-        None if the step does not run in float64.
+        Return the reason if the steps are not compared in float64.
 
         Both run the module that was planned, with every float widened. The planned step has the plan's shardings, pins
         and regions, the other one is whole on every device. Steps with opaque calls, values on the host or stages are
@@ -60,7 +60,7 @@ class ExactSteps:
         import jax
 
         if self._plan.calls or self._plan.host or self._plan.pipeline or not self._program.module:
-            return None
+            return "calls, host memory and stages have no float64 form"
         wide = [_wide(leaf) for leaf in leaves]
         try:
             with jax.enable_x64(True):
@@ -70,9 +70,9 @@ class ExactSteps:
                     [host_copy(value) for value in step(*map(place_copy, wide, shardings))]
                     for step, shardings in self._steps
                 )
-        except Exception:  # MLIR, XLA and JAX each refuse in their own words what has no form in float64
+        except Exception as error:  # MLIR, XLA and JAX each refuse in their own words what has no form in float64
             self._steps = None
-            return None
+            return next(iter(str(error).splitlines()), "") or type(error).__name__
         return compare(self._program, planned, unplanned, EXACT, wide), unplanned
 
     def _compiled(self, plan: Plan) -> tuple[Any, tuple[Any, ...]]:

@@ -258,8 +258,11 @@ def _verdict(
     if not enough(noise):
         noise = rounding_floor(program, run, leaves, unplanned, noise, enough)
     check = judged(noise, why)
-    if check.passed or (found := exact_steps.compare(leaves)) is None:
+    if check.passed:
         return check
+    found = exact_steps.compare(leaves)
+    if isinstance(found, str):
+        return dataclasses.replace(check, exact_note=found)
     exact, unrounded = found
     # A fault of the run alone is absent in float64, so rounding must also explain the size of the difference.
     noise = [max(n, distance(a, b)) for n, a, b in zip(noise, unplanned, unrounded, strict=True)]
@@ -400,6 +403,7 @@ def measurement_figures(measurement: Measurement) -> dict[str, Any]:
         figures["floor"] = max((d.floor for d in measurement.check.differences), default=0.0)
         figures["floor_note"] = measurement.check.floor_note
         figures["float64"] = measurement.check.exact
+        figures["float64_note"] = measurement.check.exact_note
         figures["rounding"] = measurement.check.is_rounding
         figures["worst"] = worst.name if worst is not None else ""
         figures["worst_rel_diff"] = worst.rel_diff if worst is not None else 0.0

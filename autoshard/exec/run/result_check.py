@@ -90,7 +90,8 @@ class Check:
     """Reason why the noise is unknown although a difference exceeds the tolerance; else empty."""
     exact: float | None = None
     """Largest relative difference of both steps in float64; None if they were not compared in it."""
-
+    exact_note: str = ""
+    """Reason why both steps were not compared in float64 although a difference exceeds the noise; else empty."""
     amplified: bool = False
     """True if no difference exceeds `AMPLIFIED` times the measured rounding of the unplanned step."""
 

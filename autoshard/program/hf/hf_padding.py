@@ -2,10 +2,10 @@
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
+from autoshard.base.named_counts import read_counts
 from autoshard.errors import UserError
 from autoshard.program.hf.hf_eager import eager_model, reduced_fields
 from autoshard.program.hf.hf_model import build_model, runnable_part
@@ -36,13 +36,7 @@ def parse_padding(text: str | None) -> PaddedSizes | None:
     """
     if text in (None, "none"):
         return None
-    numbers: dict[str, int] = {}
-    for part in (f"vocabulary={text}" if re.fullmatch(r"\d+", text) else text).split(","):
-        match = re.fullmatch(rf"({'|'.join(_FIELDS)})=([1-9]\d*)", part.strip())
-        if match is None or match[1] in numbers:
-            raise UserError(f"--pad `{text}` is not of the form {_FORM}.")
-        numbers[match[1]] = int(match[2])
-    padding = PaddedSizes(**numbers)
+    padding = PaddedSizes(**read_counts("--pad", text, tuple(_FIELDS), _FORM))
     return None if padding == PaddedSizes() else padding
 
 

@@ -1,10 +1,10 @@
 """The cross entropy of a head by chunks of tokens and classes, so that all logits are never in memory."""
 
 import dataclasses
-import re
 from collections.abc import Callable
 from typing import Any
 
+from autoshard.base.named_counts import read_counts
 from autoshard.errors import UserError
 
 
@@ -29,14 +29,8 @@ def parse_loss_chunks(text: str | None) -> LossChunks | None:
     """
     if text is None:
         return None
-    named = f"vocabulary={text}" if re.fullmatch(r"\d+", text) else text
-    numbers: dict[str, int] = {}
-    for part in named.split(","):
-        match = re.fullmatch(r"(tokens|vocabulary)=([1-9]\d*)", part.strip())
-        if match is None or match[1] in numbers:
-            raise UserError(f"--loss-chunks `{text}` is not of the form 8, tokens=4 or tokens=4,vocabulary=8.")
-        numbers[match[1]] = int(match[2])
-    chunks = LossChunks(**numbers)
+    form = "8, tokens=4 or tokens=4,vocabulary=8"
+    chunks = LossChunks(**read_counts("--loss-chunks", text, ("tokens", "vocabulary"), form))
     return None if chunks == LossChunks() else chunks
 
 

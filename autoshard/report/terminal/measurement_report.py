@@ -136,6 +136,8 @@ def _check(figures: Mapping[str, Any]) -> Text:
     )
     if exact is not None and not rounding:
         words += f"; in float64 the largest difference is {exact:.1e}"
+    elif figures.get("float64_note"):
+        words += f"; not compared in float64, where rounding would vanish: {clean(figures['float64_note'], 200)}"
     if allowed > figures["tolerance"]:
         words += ", twice the rounding of the unplanned step itself"
     if undecided:
