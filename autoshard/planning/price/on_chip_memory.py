@@ -93,13 +93,10 @@ class _Kernels:
         """Ops whose kernels read each tensor."""
         compute, moved = np.zeros(len(graph.ops)), np.zeros(len(graph.ops))
         size_of = {each.tensor: each.size for each in buffers}
-        producers = {stored: graph.tensors[source].producer for source, stored in model.liveness.stores.items()}
         for fusion in model.liveness.fusions:
-            # A matmul's kernel also reads what the ops after it need.
-            kernel = producers.get(fusion.writes[0], fusion.root)
             for tensor in fusion.reads:
-                self.reads[tensor].add(kernel)
-                moved[kernel] += size_of.get(tensor, 0)
+                self.reads[tensor].add(fusion.kernel)
+                moved[fusion.kernel] += size_of.get(tensor, 0)
         for each in buffers:
             if each.start < len(graph.ops) and each.kind not in ARGUMENTS:
                 moved[each.start] += each.size
@@ -175,5 +172,7 @@ class _Kernels:
         begins = begins[begins <= self.clock[use] - copy + max(0.0, self._saved(each, use))]
         if not len(begins):
             return use
-        best = begins[np.argmin(np.abs(self.clock[use] - copy - begins))]
+        apart = np.abs(self.clock[use] - copy - begins)
+        # Kernels of a few numbers take no time.
+        best = begins[np.argmax(apart <= apart.min() + 0.01 * copy)]
         return max(earliest, int(np.searchsorted(self.clock, best)) - 1)
