@@ -53,7 +53,9 @@ def fuse_epilogues(graph: OpGraph, analysis: FusionAnalysis) -> FusionAnalysis:
             source = max(before, key=lambda t: graph.tensors[t].producer)
             stores[source] = fusion.writes[0]
             done.add(number)
-            made[number] = dataclasses.replace(fusion, reads=tuple(t for t in fusion.reads if t != source), moved=())
+            reads = tuple(t for t in fusion.reads if t != source)
+            matmul = graph.tensors[source].producer
+            made[number] = dataclasses.replace(fusion, reads=reads, moved=(), matmul=matmul)
     for number, fusion in enumerate(fusions):
         for source in able[number]:
             together = takers(source, number)
@@ -63,11 +65,11 @@ def fuse_epilogues(graph: OpGraph, analysis: FusionAnalysis) -> FusionAnalysis:
                 continue
             stores[source] = fusion.writes[0]
             done.update(together)
-            there = {source}
+            there, matmul = {source}, graph.tensors[source].producer
             for first, n in enumerate(together):
                 left = tuple(t for t in fusions[n].reads if t not in there)
                 moved = fusions[n].moved if first else ()
-                made[n] = dataclasses.replace(fusions[n], reads=left, moved=moved, is_fused_sibling=bool(first))
+                made[n] = Fusion(fusions[n].root, fusions[n].writes, left, moved, bool(first), matmul)
                 there.update(fusions[n].reads)
     kernels = {stored: graph.tensors[source].producer for source, stored in stores.items()}
     _fuse_sums(graph, analysis, made, readers, kernels)
@@ -177,7 +179,8 @@ def _fuse_sums(
         needed = (t for t in fusion.reads if t != latest)
         if matmul in analysis.matmuls and graph.ops[matmul].loop == root.loop and len(large) > 1:
             if all(graph.tensors[t].producer < matmul for t in needed):
-                made[number] = dataclasses.replace(fusion, reads=tuple(t for t in fusion.reads if t != latest))
+                reads = tuple(t for t in fusion.reads if t != latest)
+                made[number] = dataclasses.replace(fusion, reads=reads, matmul=matmul)
         hosts = [*([maker[latest]] if latest in maker else ()), *(n for n in siblings if n not in joined)]
         for host in hosts:
             other = graph.ops[fusions[host].root]

@@ -76,6 +76,13 @@ class Fusion:
     """Values whose bytes are written: `writes`, or the slice that is put into a stack in place."""
     is_fused_sibling: bool = False
     """True if the kernel of an earlier fusion also does this fusion's work, so that no kernel is launched for it."""
+    matmul: int = -1
+    """Id of the matmul or convolution of a TPU whose kernel does this fusion's work; -1 for none."""
+
+    @property
+    def kernel(self) -> int:
+        """Id of the op in whose kernel the fusion runs."""
+        return self.root if self.matmul < 0 else self.matmul
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

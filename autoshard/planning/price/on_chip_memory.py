@@ -1,10 +1,10 @@
-"""Buffers that stay in on-chip memory (VMEM) for their whole life, and therefore take no main memory.
+"""Buffers that stay in on-chip memory (VMEM), for their whole life or for its end, and take no main memory then.
 
 Evidence: docs/compiler_behaviour.md, "Tensors in on-chip memory".
 """
 
 import dataclasses
-import itertools
+import math
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 
@@ -12,16 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost import Topology
-from autoshard.graph import OpClass
 from autoshard.planning.price.device_memory import NEGLIGIBLE_SHARE, LiveBuffer
-from autoshard.planning.space.decision_model import Model
+from autoshard.planning.space.decision_model import RESERVED, Model
 
 
-TENSORS_SHARE = 0.75
-"""Share of on-chip memory that tensors occupy: 96 of 128 MiB on v6e. On v5e it is 112, but the plan must fit."""
+_SCOPED = {"v6e": 2 * RESERVED}
+"""Bytes of on-chip memory for the blocks of a running kernel, by chip, where they are not `RESERVED`."""
 
 COPIES = 8
-"""Longest time from one use of a value on the chip to the next, in copies of a core's whole on-chip memory.
+"""Longest time from one use of a value on the chip to the next, in copies of all on-chip memory for values.
 
 This is libtpu's default of `xla_vf_vmem_max_overlap_to_mem_size_async_copy_ratio`.
 """
@@ -41,80 +40,139 @@ def on_chip_room(topology: Topology, peak_bytes: int) -> int:
     chip = topology.chip
     if chip.cores_per_chip > 1:
         return 0
-    room = int(TENSORS_SHARE * chip.vmem_bytes)
+    room = max(0, chip.vmem_bytes - _SCOPED.get(chip.name, RESERVED))
     return room if room >= NOTICED * peak_bytes else 0
 
 
 def without_on_chip(
     model: Model, choices: NDArray[np.int64], buffers: Sequence[LiveBuffer], room: int, away: Collection[int] = ()
 ) -> list[LiveBuffer]:
-    """Return the buffers that are in main memory at any time; the others stay within `room` bytes of on-chip memory.
+    """Return the buffers in main memory while they are there; at most `room` bytes are in on-chip memory at a time.
 
-    A value is on the chip if there is room from its first to its last use. The time between two uses is limited too, by
-    `COPIES`. Otherwise the value is copied to main memory once it is written, and fetched again for each use.
-    Arguments, results and values that a loop carries are in main memory, but are fetched and then take room too. The
-    tensors `away` are read and written in main memory.
+    Values are placed one after the other, in the order of `_Kernels.worth`. A value stays on the chip from one use to
+    the next if there is room, and if the time between is within `COPIES`. Otherwise it is copied to main memory once
+    it is written. It is fetched before a later use if there are time and room, and leaves main memory if it stays on
+    the chip from then on. Arguments, results and values that a loop carries are always in main memory too. The tensors
+    `away` are read and written there.
 
-    The peak errs on the safe side. Compilers place first what saves the most time. The order here is by size instead,
-    the smallest first, so that large values find the least room. Values that are written inside of a loop take room,
-    but count as in main memory. Loops have their peaks where they copy what they carry, and a third of what fits into
-    the chip was there in compiled bodies.
+    Values that are written inside of a loop take room, but count as in main memory: loops have their peaks where they
+    copy what they carry, and a third of what fits into the chip was there in compiled bodies.
     """
     graph, end = model.graph, len(model.graph.ops)
     elsewhere = {t for loop in graph.loops for carry in loop.carries for t in dataclasses.astuple(carry)}
     elsewhere.update(graph.results, model.liveness.hosted)
-    reads, clock = _reads(model), _clock(model, choices, buffers)
-    chip = model.mesh.topology.chip
-    longest = COPIES * float(model.compute.memory_seconds(chip.vmem_bytes))
+    kernels = _Kernels(model, choices, buffers)
+    longest = COPIES * float(model.compute.memory_seconds(room))
     used = np.zeros(end + 1, dtype=np.int64)
-    on_chip: set[int] = set()
-    for number in sorted(range(len(buffers)), key=lambda number: buffers[number].size):
+    worth: list[tuple[float, int, list[int]]] = []
+    for number, each in enumerate(buffers):
+        if NEGLIGIBLE_SHARE * room < each.size <= room and each.start < end and each.tensor not in away:
+            uses = kernels.uses(each, end)
+            stored = each.kind in ARGUMENTS or each.tensor in elsewhere or each.stop > end
+            worth.append((-kernels.worth(each, uses, stored), number, uses))
+    left = list(buffers)
+    for _, number, uses in sorted(worth):
         each = buffers[number]
-        if not NEGLIGIBLE_SHARE * room < each.size <= room or each.start >= end or each.tensor in away:
-            continue
-        stop = min(each.stop, end)
-        uses = [use for use in reads.get(each.tensor, ()) if each.start <= use < stop]
-        fetched = each.kind in ARGUMENTS or each.tensor in elsewhere or each.stop > end
-        if not fetched:
-            uses = [each.start, *uses, stop - 1]
-        if not uses:
-            continue
-        during = used[uses[0] : uses[-1] + 1]
+        stored = each.kind in ARGUMENTS or each.tensor in elsewhere or each.stop > end
         loop = graph.ops[each.start].loop
-        wait = max((clock[b] - clock[a] for a, b in itertools.pairwise(uses)), default=0.0)
-        if wait <= longest * graph.trips(loop) and during.max() + each.size <= room:
-            during += each.size
-            if not fetched and loop < 0:
-                on_chip.add(number)
-        else:
-            used[uses] += np.where(used[uses] + each.size <= room, each.size, 0)
-    return [each for number, each in enumerate(buffers) if number not in on_chip]
+        needed = kernels.place(each, uses, used, room, longest * graph.trips(loop), stored)
+        if not stored and loop < 0:
+            left[number] = each._replace(stop=needed)
+    return [each for each in left if each.stop > each.start]
 
 
-def _reads(model: Model) -> dict[int, list[int]]:
-    """Return in order the ops whose kernels read each tensor, by tensor."""
-    reads: dict[int, set[int]] = defaultdict(set)
-    for fusion in model.liveness.fusions:
-        for tensor in fusion.reads:
-            reads[tensor].add(fusion.root)
-    for op in model.graph.ops:
-        if op.op_class is OpClass.HEAVY:
-            for tensor in op.operands:
-                reads[tensor].add(op.id)
-    return {tensor: sorted(ops) for tensor, ops in reads.items()}
-
-
-def _clock(model: Model, choices: NDArray[np.int64], buffers: Sequence[LiveBuffer]) -> list[float]:
-    """Return the seconds of a step before each op, [ops + 1], over all trips of loops.
-
-    They are those of heavy ops, and of writing all values to main memory.
+class _Kernels:
+    """Kernels of a step as the compiler's cost model for on-chip memory has them: FLOPs at the peak rate, and bytes at
+    the bandwidth of main memory.
     """
-    graph, byte_seconds = model.graph, float(model.compute.memory_seconds(1.0))
-    seconds = np.zeros(len(graph.ops) + 1)
-    for op, number in model.op_node.items():
-        node = model.nodes[number]
-        seconds[op + 1] += sum(float(s[choices[number]]) for (_, what), s in node.time.items() if what == "compute")
-    for each in buffers:
-        if each.kind not in ARGUMENTS and each.start < len(graph.ops):
-            seconds[each.start + 1] += graph.trips(graph.ops[each.start].loop) * each.size * byte_seconds
-    return seconds.cumsum().tolist()
+
+    def __init__(self, model: Model, choices: NDArray[np.int64], buffers: Sequence[LiveBuffer]) -> None:
+        """Compute the times of all kernels; `buffers` are all values that are read and written."""
+        graph, self.byte_seconds = model.graph, float(model.compute.memory_seconds(1.0))
+        self.reads: dict[int, set[int]] = defaultdict(set)
+        """Ops whose kernels read each tensor."""
+        compute, moved = np.zeros(len(graph.ops)), np.zeros(len(graph.ops))
+        size_of = {each.tensor: each.size for each in buffers}
+        for fusion in model.liveness.fusions:
+            for tensor in fusion.reads:
+                self.reads[tensor].add(fusion.kernel)
+                moved[fusion.kernel] += size_of.get(tensor, 0)
+        for each in buffers:
+            if each.start < len(graph.ops) and each.kind not in ARGUMENTS:
+                moved[each.start] += each.size
+        sizes = np.array(model.axis_sizes)
+        for number, node in model.op_node.items():
+            op, state = graph.ops[number], model.nodes[node].states[int(choices[node])]
+            for tensor in op.operands:
+                self.reads[tensor].add(number)
+            if op.flops:
+                parts = math.prod(sizes[state >= 0].tolist())
+                compute[number] = op.flops / parts / model.mesh.topology.peak_flops(graph.multiplied_dtype(op))
+        self.spare = moved * self.byte_seconds - compute
+        """Seconds by which memory traffic takes longer than compute in each op; negative where it does not."""
+        trips = np.array([graph.trips(op.loop) for op in graph.ops])
+        self.clock = np.concatenate([[0.0], np.cumsum(np.maximum(compute, moved * self.byte_seconds) * trips)])
+        """Seconds of a step before each op, [ops + 1]."""
+
+    def uses(self, each: LiveBuffer, end: int) -> list[int]:
+        """Return in order the ops that read a buffer; the last op of its life counts as one."""
+        last = min(each.stop, end) - 1
+        reads = {op for op in self.reads.get(each.tensor, ()) if each.start < op <= last}
+        if each.kind not in ARGUMENTS and last > each.start:
+            reads.add(last)
+        return sorted(reads)
+
+    def worth(self, each: LiveBuffer, uses: Sequence[int], stored: bool) -> float:
+        """Return the seconds that a value saves on the chip, over the root of its bytes: XLA's order of placement.
+
+        A use saves the transfer if memory traffic bounds its kernel. A value without such uses has a negative worth.
+        """
+        saved = 0.0 if stored else self._saved(each, each.start)
+        for use in uses:
+            more = self._saved(each, use)
+            saved = saved + more if saved > 0.0 and more > 0.0 else max(saved, more)
+        return saved / math.sqrt(each.size)
+
+    def _saved(self, each: LiveBuffer, op: int) -> float:
+        """Return the seconds that an op saves if a value is on the chip; negative for a kernel that compute bounds."""
+        return each.size * self.byte_seconds if self.spare[op] > 0.0 else float(self.spare[op])
+
+    def place(
+        self, each: LiveBuffer, uses: Sequence[int], used: NDArray[np.int64], room: int, longest: float, stored: bool
+    ) -> int:
+        """Place a value on the chip where it can be, and return the op from which main memory no longer has it.
+
+        This is the value's start if it never is in main memory. The bytes are added to `used`, [ops + 1] (in place).
+        A value that is `stored` is in main memory from its start to its stop, and only fetched.
+        """
+        here, needed, before = not stored, each.start if not stored else each.stop, each.start
+        for use in uses:
+            waits = self.clock[use] - self.clock[before + 1]
+            during = used[before : use + 1] if here and before == each.start else used[before + 1 : use + 1]
+            if here and waits <= longest and during.max(initial=0) + each.size <= room:
+                during += each.size
+            else:
+                first = self._fetched_from(each, use, used, room)
+                here = first < use
+                needed = max(needed, use if here else use + 1)
+                used[first : use + 1] += each.size * here
+            before = use
+        return min(needed, each.stop)
+
+    def _fetched_from(self, each: LiveBuffer, use: int, used: NDArray[np.int64], room: int) -> int:
+        """Return the op from which a value that is fetched for a use has its place; the use itself if it has none.
+
+        XLA prefers a start so that the kernels before the use take the time of one copy, and starts later if there is
+        no room. A copy in slices begins during the kernel before. Time that the use saves may be missing.
+        """
+        copy = each.size * self.byte_seconds
+        full = np.flatnonzero(used[each.start + 1 : use + 1] + each.size > room)
+        earliest = each.start + 1 + (int(full[-1]) + 1 if len(full) else 0)
+        begins = self.clock[earliest + 1 : use + 1]
+        begins = begins[begins <= self.clock[use] - copy + max(0.0, self._saved(each, use))]
+        if not len(begins):
+            return use
+        apart = np.abs(self.clock[use] - copy - begins)
+        # Kernels of a few numbers take no time.
+        best = begins[np.argmax(apart <= apart.min() + 0.01 * copy)]
+        return max(earliest, int(np.searchsorted(self.clock, best)) - 1)
