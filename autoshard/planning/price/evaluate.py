@@ -300,10 +300,13 @@ def _buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
     offloaded = offloaded_gathers(model, choices, local_of)
     if model.mesh.topology.chip.name in OFFLOADING:
         buffers += sorted_indices(model.graph, local_of)
-    if traits.tiled and (room := on_chip_room(model.mesh.topology, _memory(model, buffers)[0])):
-        buffers = without_on_chip(model, choices, buffers, room, set().union(*offloaded.values()))
     if traits.tiled:
         buffers = list(with_gathered_rows(model.graph, buffers, local_of, offloaded))
+    if traits.tiled and (room := on_chip_room(model.mesh.topology, _memory(model, buffers)[0])):
+        copies = [each for each in buffers if each.start in offloaded and offloaded[each.start].reads_copy(each)]
+        buffers = [each for each in buffers if each not in copies]
+        away = {tensor for each in offloaded.values() for tensor in each.tensors}
+        buffers = [*without_on_chip(model, choices, buffers, room, away), *copies]
     if model.liveness.reserved:
         buffers = reserve(model.graph, buffers, model.liveness.reserved, traits.results_apart)
     if not traits.separate_collective_buffers and not traits.tiled:
@@ -317,8 +320,12 @@ def _buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
     steps = [reshard_time(model, each, choices).steps if has_buffer(each) else () for each in model.reshards]
     # TPU compilers gather a table onto the chip if it fits there.
     least = 0 if traits.separate_collective_buffers else model.residency.room
-    held = (LiveBuffer(*each) for each in collective_buffers(model, choices, steps))
-    return [*buffers, *(each for each in held if each.size > (0 if each.start in offloaded else least))]
+    for held in (LiveBuffer(*each) for each in collective_buffers(model, choices, steps)):
+        gather = offloaded.get(held.start)
+        # Sparse cores read a copy with rows in order, once the gathered table is freed.
+        if held.size > least if gather is None else not gather.copied:
+            buffers.append(held)
+    return buffers
 
 
 def _exchanged_views(model: Model, choices: NDArray[np.int64]) -> Iterator[LiveBuffer]:

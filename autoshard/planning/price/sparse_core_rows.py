@@ -6,6 +6,7 @@ Evidence: docs/compiler_behaviour.md, "Rows that sparse cores gather".
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,19 @@ the bytes in the layout that is read: 64 columns of bfloat16 count twice.
 """
 
 
+class OffloadedGather(NamedTuple):
+    """A gather that sparse cores execute."""
+
+    tensors: frozenset[int]
+    """Tensors that it reads and writes in main memory."""
+    copied: int
+    """Bytes of the copy of the table that it reads, with rows in order, each along the lanes; 0 without a copy."""
+
+    def reads_copy(self, each: LiveBuffer) -> bool:
+        """Return True if a buffer at this gather is the copy of the table."""
+        return self.copied > 0 and each.stop == each.start + 1 and each.size == self.copied
+
+
 def sparse_cores_gather(chip: Chip, table_bytes: float) -> bool:
     """Return True if sparse cores gather the rows of a table of some bytes, which they read in main memory."""
     if chip.name not in OFFLOADING:
@@ -36,8 +50,8 @@ def sparse_cores_gather(chip: Chip, table_bytes: float) -> bool:
 
 def offloaded_gathers(
     model: Model, choices: NDArray[np.int64], local_of: Callable[[int], Sequence[int]]
-) -> Mapping[int, set[int]]:
-    """Return the gathers that sparse cores execute, with the tensors that these read and write in main memory.
+) -> Mapping[int, OffloadedGather]:
+    """Return the gathers that sparse cores execute, by op.
 
     They read a gathered copy of a split table, and not the table itself.
 
@@ -46,14 +60,15 @@ def offloaded_gathers(
     graph, chip = model.graph, model.mesh.topology.chip
     if chip.name not in OFFLOADING:
         return {}
-    found: dict[int, set[int]] = {}
+    found: dict[int, OffloadedGather] = {}
     for number, node in model.op_node.items():
         op, state = graph.ops[number], model.nodes[node].states[[int(choices[node])]]
         copies = table_copies(graph, op, state, model.axis_sizes, model.mesh.topology) if op.kind == "gather" else None
         if copies is not None and sparse_cores_gather(chip, float(copies.table[0])):
             read = [int(each[0]) for each in local_dims(graph, op, 0, state, model.axis_sizes)]
             whole = read == list(local_of(op.operands[0]))
-            found[number] = {*op.results, *op.operands[: int(whole)]}
+            tensors = frozenset((*op.results, *op.operands[: int(whole)]))
+            found[number] = OffloadedGather(tensors, round(float(copies.copied[0])))
     return found
 
 

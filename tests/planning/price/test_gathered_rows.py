@@ -35,11 +35,13 @@ def network(layers: int, nodes: int = NODES) -> Program:
     return trace(jax.grad(loss), ([array(WIDTH, WIDTH)] * layers, array(nodes, WIDTH), edges, edges))
 
 
-def planned(topology: str, layers: int, nodes: int = NODES) -> tuple[Program, Plan]:
+def planned(topology: str, layers: int, nodes: int = NODES, split: bool = False) -> tuple[Program, Plan]:
+    """Plan a network whose edges are split; `split` splits the nodes too."""
     program = network(layers, nodes)
     edges = {argument.name: "d" for argument in program.arguments if argument.dtype == "int32"}
     whole = {argument.name: "-,-" for argument in program.arguments if argument.dtype != "int32"}
-    asked = read_asked(edges | whole)
+    states = {argument.name: "d,-" for argument in program.arguments if split and nodes in argument.shape}
+    asked = read_asked(edges | whole | states)
     return program, make_plan(program, Options(topology=topology, mesh=f"d={DEVICES}", asked=asked)).plan
 
 
@@ -80,12 +82,19 @@ def test_scatters_by_the_same_indices_share_those_that_the_first_sorts() -> None
 
 @pytest.mark.heavy
 @pytest.mark.parametrize(
-    ("topology", "layers", "nodes"),
-    [("v5p:2x2x2", 1, NODES), ("v5p:2x2x2", 2, NODES), ("v6e:2x4", 1, 131072)],
+    ("topology", "layers", "nodes", "split"),
+    [
+        ("v5p:2x2x2", 1, NODES, False),
+        ("v5p:2x2x2", 2, NODES, False),
+        ("v6e:2x4", 1, 131072, False),
+        ("v6e:2x4", 1, 8 * NODES, True),
+    ],
 )
-def test_memory_of_a_graph_network_is_what_the_compiler_reserves(topology: str, layers: int, nodes: int) -> None:
+def test_memory_of_a_graph_network_is_what_the_compiler_reserves(
+    topology: str, layers: int, nodes: int, split: bool
+) -> None:
     if importlib.util.find_spec("libtpu") is None:  # an optional extra
         pytest.skip("libtpu is not installed")
-    program, plan = planned(topology, layers, nodes)
+    program, plan = planned(topology, layers, nodes, split)
     compiled = compile_without_devices(program, plan, 300.0, quick=True)
     assert plan.prediction.peak_bytes == pytest.approx(reserved_bytes(compiled), rel=0.1)
