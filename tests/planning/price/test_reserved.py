@@ -10,6 +10,7 @@ from autoshard.exec import compile_plan
 from autoshard.graph import OpClass, read_graph
 from autoshard.planning import Options, make_plan
 from autoshard.planning.price.device_memory import LiveBuffer, reserve
+from autoshard.planning.space.user_constraints import read_asked
 from autoshard.program import Program, trace
 
 
@@ -46,6 +47,19 @@ def test_temporaries_lie_in_the_memory_of_results_as_compilers_place_them(topolo
         assert compilation.peak_predicted == pytest.approx(compilation.peak_compiled, rel=0.05)
         peaks[donated] = compilation.peak_predicted
     assert peaks[True] <= peaks[False]
+
+
+@pytest.mark.parametrize("topology", [pytest.param("h100:8", marks=PLUGIN), "v5p:2x2x2", "v6e:2x4"])
+def test_gathered_weights_that_replace_no_argument_are_whole(topology: str) -> None:
+    """Plan whole weights with split momentum: the compiler reserves the arguments and the results whole, and more."""
+    program = scanned(donated=False)
+    half = len(program.arguments) // 2
+    pins = {a.name: "-,-,-" if i < half else "-,-,d" for i, a in enumerate(program.arguments[:-1])}
+    pins[program.arguments[-1].name] = "d,-"
+    plan = make_plan(program, Options(topology=topology, mesh="d=8", asked=read_asked(pins))).plan
+    compilation = compile_plan(program, plan, 300.0, quick=True)
+    assert compilation.reserved_compiled is not None
+    assert plan.prediction.peak_bytes == pytest.approx(compilation.reserved_compiled, rel=0.15)
 
 
 def graph_of_three() -> object:
