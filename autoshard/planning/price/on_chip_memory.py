@@ -122,7 +122,7 @@ class _Kernels:
         """Return in order the ops that read a buffer; the last op of its life counts as one."""
         last = min(each.stop, end) - 1
         reads = {op for op in self.reads.get(each.tensor, ()) if each.start < op <= last}
-        if each.kind not in ARGUMENTS and last > each.start:
+        if each.kind not in ARGUMENTS:
             reads.add(last)
         return sorted(reads)
 

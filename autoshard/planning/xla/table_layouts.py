@@ -145,7 +145,9 @@ def turned_updates(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) 
     size = math.prod(dims, start=np.ones(len(states)))
     along = [each for each, dim in zip(dims, op.rule.operands[2], strict=True) if indices & set(dim)]
     kernel = size <= _LARGEST_SLICE * math.prod(along, start=np.ones(len(states)))
-    return np.where(kernel, size * graph.tensors[op.operands[2]].itemsize, 0.0)
+    itemsize = graph.tensors[op.operands[2]].itemsize
+    padding = tile_padding(np.stack(dims, axis=1).astype(np.float64), itemsize, in_order=True)
+    return np.where(kernel, size * itemsize * padding, 0.0)
 
 
 def _in(factor: int, dims: Sequence[tuple[int, ...]]) -> bool:
