@@ -199,9 +199,23 @@ def table_copies(graph: OpGraph, op: Op, states: States, axes: Sequence[int], to
             held.extend((update.read, end, np.where(features > 1, each, 0.0)) for each in early)
             held.extend((update.stored, end, np.where(features > 1, 0.0, each)) for each in early)
             traffic += moved
+            # The padded rows that a gather reads are those that the update reads again.
+            gathers = _gathers_before(graph, update, record.shape)
+            held.extend((each + 1, begin, np.where(lone & read, padded, 0.0)) for each in gathers[:1])
     in_order = (padded > 0) | (ratio <= compact * (1 + 1e-9))
     table_bytes = own * np.where(in_order, ratio, compact)
     return Copies(in_order, table_bytes, padded, traffic, tuple(each for each in held if each[2].any()))
+
+
+def _gathers_before(graph: OpGraph, update: Update, shape: tuple[int, ...]) -> list[int]:
+    """Return the ids of the gathers of rows from a table of this shape that an update reads, in order."""
+    return [
+        op.id
+        for op in graph.ops[: update.read]
+        if op.kind == "gather"
+        and graph.tensors[op.operands[0]].shape == shape
+        and any(update.read <= user.id <= update.last for user in graph.users[op.operands[0]])
+    ]
 
 
 def _limit(topology: Topology) -> float:
