@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from autoshard.cost import LANES, Topology, tile_padding
 from autoshard.graph import Op, OpClass, OpGraph, rounds_rows
 from autoshard.planning.xla.axis_assignments import WHOLE, Seconds, States, local_elements, relabel
+from autoshard.planning.xla.image_layouts import convolved
 
 
 MAX_UNPADDED_COLUMNS = 32
@@ -145,8 +146,8 @@ def turned_updates(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) 
     size = math.prod(dims, start=np.ones(len(states)))
     along = [each for each, dim in zip(dims, op.rule.operands[2], strict=True) if indices & set(dim)]
     kernel = size <= _LARGEST_SLICE * math.prod(along, start=np.ones(len(states)))
-    itemsize = graph.tensors[op.operands[2]].itemsize
-    padding = tile_padding(np.stack(dims, axis=1).astype(np.float64), itemsize, in_order=True)
+    itemsize, image = graph.tensors[op.operands[2]].itemsize, convolved(graph, maker).get(op.operands[2])
+    padding = 1.0 if image is None else image.padding(np.stack(dims, axis=1).astype(np.float64), itemsize)
     return np.where(kernel, size * itemsize * padding, 0.0)
 
 
