@@ -18,6 +18,7 @@ from autoshard.planning.price.on_chip_memory import on_chip_room, without_on_chi
 from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.user_constraints import read_asked
 from autoshard.program import Program, trace
+from experiments.fidelity.ordinary import judge, name_of
 
 
 MIB = 2**20
@@ -53,6 +54,15 @@ def test_peaks_of_small_programs_are_what_the_compiler_reserves(topology: str) -
     compiled = reserved_bytes(compile_without_devices(program, plan, 300.0, True))
     # With two cores elementwise results may still be on the chip, which the prediction leaves out.
     assert 0.95 * compiled <= plan.prediction.peak_bytes <= (1.15 if topology.startswith("v5p") else 1.05) * compiled
+
+
+@pytest.mark.parametrize("seed", [117, 137])
+def test_convolutions_have_the_values_in_main_memory_that_the_compiler_puts_there(seed: int) -> None:
+    """Compare steps whose values are 49 and 64 MiB: some stay, some are fetched again before the backward pass."""
+    if importlib.util.find_spec("libtpu") is None:  # an optional extra
+        pytest.skip("libtpu is not installed")
+    memory = judge(name_of(seed, "v5e:2x4"))["memory"]
+    assert memory["predicted"] == pytest.approx(memory["compiled"], rel=0.07)
 
 
 def test_a_plan_fits_if_only_the_solver_counts_too_much() -> None:
