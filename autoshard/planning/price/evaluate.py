@@ -270,7 +270,7 @@ def live_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
     buffers = _buffers(model, choices)
     if model.mesh.topology.traits.tiled:
         peak, when, _ = _memory(model, buffers)
-        about = buffers, len(model.graph.ops), peak, model.mesh.topology.chip.cores_per_chip
+        about = buffers, len(model.graph.ops), peak
         # Few programs have holes, and only those need to know what collectives write.
         if heap_holes(*about) and (holes := heap_holes(*about, written_by_collectives(model, choices))):
             buffers = [*buffers, LiveBuffer(when, when + 1, holes, "temporaries", -1)]

@@ -9,32 +9,26 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.planning.price.device_memory import NEGLIGIBLE_SHARE, LiveBuffer
+from autoshard.planning.price.device_memory import LiveBuffer
 from autoshard.planning.price.on_chip_memory import ARGUMENTS
 from autoshard.planning.price.reshard_times import reshard_time
 from autoshard.planning.space.decision_model import Model
 
 
-SMALL_SHARE = 1e-3
-"""Share of a peak up to which buffers make no holes on chips of one core: the compiler has them on the chip.
-
-Values of 60 KiB were there in steps for v5e and v6e whose convolutions write 98 MiB.
-"""
+SMALL_SHARE = 1e-5
+"""Share of a peak up to which buffers make no holes. A gradient of 281 KiB made one of 1,568 MiB."""
 
 
-def heap_holes(
-    buffers: Sequence[LiveBuffer], end: int, peak_bytes: int, cores: int, later: Collection[int] = ()
-) -> int:
+def heap_holes(buffers: Sequence[LiveBuffer], end: int, peak_bytes: int, later: Collection[int] = ()) -> int:
     """Return the bytes by which the heap of a program exceeds the most bytes that are live in it.
 
     Arguments and results have allocations of their own. Small buffers are left out.
 
     - `end`: number of the program's ops.
     - `peak_bytes`: peak of all buffers.
-    - `cores`: cores of one chip; kernels on several cores write small values to main memory too.
     - `later`: tensors whose buffers a collective writes; they are allocated once the operands of their op are freed.
     """
-    least = (SMALL_SHARE if cores < 2 else NEGLIGIBLE_SHARE) * peak_bytes
+    least = SMALL_SHARE * peak_bytes
     members = [
         (each.start + (each.tensor in later), each.stop, each.size)
         for each in buffers

@@ -16,8 +16,11 @@ from autoshard.planning.price.device_memory import NEGLIGIBLE_SHARE, LiveBuffer
 from autoshard.planning.space.decision_model import RESERVED, Model
 
 
-_SCOPED = {"v6e": 2 * RESERVED}
-"""Bytes of on-chip memory for the blocks of a running kernel, by chip, where they are not `RESERVED`."""
+_SCOPED = {"v6e": 2 * RESERVED + (64 << 10)}
+"""Bytes of on-chip memory that values do not get, by chip, where they are not `RESERVED`."""
+
+_RATE = {"v6e": 0.28}
+"""Share of the peak rate at which the compiler's cost model has matmuls, by chip, where it is not 1."""
 
 COPIES = 8
 """Longest time from one use of a value on the chip to the next, in copies of all on-chip memory for values.
@@ -82,8 +85,8 @@ def without_on_chip(
 
 
 class _Kernels:
-    """Kernels of a step as the compiler's cost model for on-chip memory has them: FLOPs at the peak rate, and bytes at
-    the bandwidth of main memory.
+    """Kernels of a step as the compiler's cost model for on-chip memory has them: FLOPs at a share of the peak rate,
+    and bytes at the bandwidth of main memory.
     """
 
     def __init__(self, model: Model, choices: NDArray[np.int64], buffers: Sequence[LiveBuffer]) -> None:
@@ -100,14 +103,15 @@ class _Kernels:
         for each in buffers:
             if each.start < len(graph.ops) and each.kind not in ARGUMENTS:
                 moved[each.start] += each.size
-        sizes = np.array(model.axis_sizes)
+        sizes, chip = np.array(model.axis_sizes), model.mesh.topology.chip.name
         for number, node in model.op_node.items():
             op, state = graph.ops[number], model.nodes[node].states[int(choices[node])]
             for tensor in op.operands:
                 self.reads[tensor].add(number)
             if op.flops:
                 parts = math.prod(sizes[state >= 0].tolist())
-                compute[number] = op.flops / parts / model.mesh.topology.peak_flops(graph.multiplied_dtype(op))
+                rate = model.mesh.topology.peak_flops(graph.multiplied_dtype(op)) * _RATE.get(chip, 1.0)
+                compute[number] = op.flops / parts / rate
         self.spare = moved * self.byte_seconds - compute
         """Seconds by which memory traffic takes longer than compute in each op; negative where it does not."""
         trips = np.array([graph.trips(op.loop) for op in graph.ops])
@@ -118,7 +122,7 @@ class _Kernels:
         """Return in order the ops that read a buffer; the last op of its life counts as one."""
         last = min(each.stop, end) - 1
         reads = {op for op in self.reads.get(each.tensor, ()) if each.start < op <= last}
-        if each.kind not in ARGUMENTS and last > each.start:
+        if each.kind not in ARGUMENTS:
             reads.add(last)
         return sorted(reads)
 

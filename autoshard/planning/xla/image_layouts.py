@@ -71,7 +71,7 @@ def find_images(graph: OpGraph) -> Mapping[int, Image]:
     """Return the images among a program's values; arguments have layouts of their own, and are left out."""
     images: dict[int, Image] = {}
     for op in graph.ops:
-        images |= _convolved(graph, op)
+        images |= convolved(graph, op)
     arguments = set(graph.arguments)
     waiting = list(images)
     while waiting:
@@ -87,7 +87,7 @@ def find_images(graph: OpGraph) -> Mapping[int, Image]:
     return {tensor: image for tensor, image in images.items() if tensor not in arguments}
 
 
-def _convolved(graph: OpGraph, op: Op) -> dict[int, Image]:
+def convolved(graph: OpGraph, op: Op) -> dict[int, Image]:
     """Return the images that a convolution reads and writes; none for other ops, and without two dims apart from the
     spatial ones.
     """

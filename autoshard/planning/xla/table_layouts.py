@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from autoshard.cost import LANES, Topology, tile_padding
 from autoshard.graph import Op, OpClass, OpGraph, rounds_rows
 from autoshard.planning.xla.axis_assignments import WHOLE, Seconds, States, local_elements, relabel
+from autoshard.planning.xla.image_layouts import convolved
 
 
 MAX_UNPADDED_COLUMNS = 32
@@ -145,7 +146,9 @@ def turned_updates(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) 
     size = math.prod(dims, start=np.ones(len(states)))
     along = [each for each, dim in zip(dims, op.rule.operands[2], strict=True) if indices & set(dim)]
     kernel = size <= _LARGEST_SLICE * math.prod(along, start=np.ones(len(states)))
-    return np.where(kernel, size * graph.tensors[op.operands[2]].itemsize, 0.0)
+    itemsize, image = graph.tensors[op.operands[2]].itemsize, convolved(graph, maker).get(op.operands[2])
+    padding = 1.0 if image is None else image.padding(np.stack(dims, axis=1).astype(np.float64), itemsize)
+    return np.where(kernel, size * itemsize * padding, 0.0)
 
 
 def _in(factor: int, dims: Sequence[tuple[int, ...]]) -> bool:
@@ -197,9 +200,23 @@ def table_copies(graph: OpGraph, op: Op, states: States, axes: Sequence[int], to
             held.extend((update.read, end, np.where(features > 1, each, 0.0)) for each in early)
             held.extend((update.stored, end, np.where(features > 1, 0.0, each)) for each in early)
             traffic += moved
+            # The padded rows that a gather reads are those that the update reads again.
+            gathers = _gathers_before(graph, update, record.shape)
+            held.extend((each + 1, begin, np.where(lone & read, padded, 0.0)) for each in gathers[:1])
     in_order = (padded > 0) | (ratio <= compact * (1 + 1e-9))
     table_bytes = own * np.where(in_order, ratio, compact)
     return Copies(in_order, table_bytes, padded, traffic, tuple(each for each in held if each[2].any()))
+
+
+def _gathers_before(graph: OpGraph, update: Update, shape: tuple[int, ...]) -> list[int]:
+    """Return the ids of the gathers of rows from a table of this shape that an update reads, in order."""
+    return [
+        op.id
+        for op in graph.ops[: update.read]
+        if op.kind == "gather"
+        and graph.tensors[op.operands[0]].shape == shape
+        and any(update.read <= user.id <= update.last for user in graph.users[op.operands[0]])
+    ]
 
 
 def _limit(topology: Topology) -> float:

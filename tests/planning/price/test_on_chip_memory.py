@@ -18,6 +18,7 @@ from autoshard.planning.price.on_chip_memory import on_chip_room, without_on_chi
 from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.user_constraints import read_asked
 from autoshard.program import Program, trace
+from experiments.fidelity.ordinary import judge, name_of
 
 
 MIB = 2**20
@@ -55,6 +56,15 @@ def test_peaks_of_small_programs_are_what_the_compiler_reserves(topology: str) -
     assert 0.95 * compiled <= plan.prediction.peak_bytes <= (1.15 if topology.startswith("v5p") else 1.05) * compiled
 
 
+@pytest.mark.parametrize("seed", [117, 137])
+def test_convolutions_have_the_values_in_main_memory_that_the_compiler_puts_there(seed: int) -> None:
+    """Compare steps whose values are 49 and 64 MiB: some stay, some are fetched again before the backward pass."""
+    if importlib.util.find_spec("libtpu") is None:  # an optional extra
+        pytest.skip("libtpu is not installed")
+    memory = judge(name_of(seed, "v5e:2x4"))["memory"]
+    assert memory["predicted"] == pytest.approx(memory["compiled"], rel=0.07)
+
+
 def test_a_plan_fits_if_only_the_solver_counts_too_much() -> None:
     program, free = planned(8 * 8192, "v5e:2x4")
     outcome = evaluate(*model_of(program, free))
@@ -69,7 +79,10 @@ def buffer(start: int, stop: int, mib: int, tensor: int, kind: str = "temporarie
 
 
 def test_values_stay_on_the_chip_while_there_is_room() -> None:
-    """Place values by hand in 100 MiB: 70 have no room next to 40, nor next to an argument of 65 that is fetched."""
+    """Place values by hand in 100 MiB: 70 have no room next to 40, nor 10 next to an argument of 95 that is fetched.
+
+    First comes what saves most for the root of its bytes, so that a value of 70 is before an argument of 65.
+    """
     program, plan = planned(8 * 8192, "v5e:2x4")
     model, choices = model_of(program, plan)
     graph = model.graph
@@ -85,10 +98,11 @@ def test_values_stay_on_the_chip_while_there_is_room() -> None:
     assert in_main_memory(small) == [] and in_main_memory(large) == []
     assert in_main_memory(small, large) == [large]
     assert in_main_memory(beyond) == [beyond]
-    fetched = buffer(0, len(graph.ops) + 1, 65, argument, "batch")
-    later = large._replace(start=at, stop=at + 2)
+    fetched, later = buffer(0, len(graph.ops) + 1, 95, argument, "batch"), large._replace(start=at, stop=at + 2)
     assert in_main_memory(fetched, later) == [fetched, later]
-    assert in_main_memory(fetched, small._replace(size=30 * MIB)) == [fetched]
+    assert in_main_memory(fetched._replace(size=65 * MIB), later) == [fetched._replace(size=65 * MIB)]
+    assert in_main_memory(fetched, small._replace(size=10 * MIB)) == [fetched, small._replace(size=10 * MIB)]
+    assert in_main_memory(fetched, small._replace(size=4 * MIB)) == [fetched]
 
 
 def test_values_of_large_programs_are_in_main_memory_between_the_passes() -> None:
@@ -97,19 +111,24 @@ def test_values_of_large_programs_are_in_main_memory_between_the_passes() -> Non
     model, choices = model_of(program, plan)
     saved = [b for b in solved_buffers(model, choices) if b.kind == "temporaries" and b.size == 16 * MIB]
     assert saved and not [b for b in live_buffers(model, choices) if b in saved]
-    # Between the uses of a small value lie writes that take longer than eight copies of the chip's 128 MiB.
+    # Between the uses of a small value lie writes that take longer than eight copies of what the chip has room for.
     value = next(b for b in saved if b.stop - b.start > 4)
-    busy = LiveBuffer(value.start + 1, value.start + 2, 9 * 128 * MIB, "temporaries", -1)
-    assert without_on_chip(model, choices, [value, busy], 96 * MIB) == [value, busy]
+    busy = LiveBuffer(value.start + 1, value.start + 2, 9 * 96 * MIB, "temporaries", -1)
+    left, other = without_on_chip(model, choices, [value, busy], 96 * MIB)
+    assert other == busy and left.start == value.start
+    # It is fetched before its last uses, and then leaves main memory.
+    assert busy.stop <= left.stop < value.stop
+    brief = busy._replace(size=7 * 96 * MIB)
+    assert without_on_chip(model, choices, [value, brief], 96 * MIB) == [brief]
 
 
 @pytest.mark.parametrize(
-    ("topology", "mib"), [("v5e:2x4", 96), ("v6e:2x4", 96), ("v5p:2x2x2", 0), ("v4:2x2x2", 0), ("h100:8", 0)]
+    ("topology", "mib"), [("v5e:2x4", 112), ("v6e:2x4", 96), ("v5p:2x2x2", 0), ("v4:2x2x2", 0), ("h100:8", 0)]
 )
 def test_room(topology: str, mib: int) -> None:
-    parsed = Topology.parse(topology)
-    assert on_chip_room(parsed, 50 * mib * MIB) == mib * MIB
-    assert on_chip_room(parsed, 101 * mib * MIB + 1) == 0
+    parsed, room = Topology.parse(topology), mib * MIB - (topology.startswith("v6e") << 16)
+    assert on_chip_room(parsed, 50 * room) == room
+    assert on_chip_room(parsed, 101 * room + 1) == 0
 
 
 @pytest.mark.parametrize("accumulated", [False, True])
