@@ -1,0 +1,156 @@
+"""Matmuls of 8 bits in training: operands are rounded with a scale for each row, in the forward and backward pass."""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from autoshard.errors import UserError
+
+
+FORMS = {"int8": ("int8", "int8"), "fp8": ("float8_e4m3fn", "float8_e5m2")}
+"""Name of a form -> dtypes of the operands and of the gradients of results.
+
+Gradients of 8-bit floats have more range and fewer digits (Micikevicius et al. 2022, section 3).
+"""
+
+RESULT = "result of 8 bits"
+"""Name of the rescaled result, which a remat policy saves in place of the matmul's own wider sums."""
+
+
+def parse_form(text: str | None) -> str | None:
+    """Return the form that `text` names; None for None and `none`. Raises `UserError` for another text."""
+    if text in (None, "none"):
+        return None
+    if text not in FORMS:
+        raise UserError(f"--quantize `{text}` is not known; use {', '.join(FORMS)} or none.")
+    return text
+
+
+@dataclasses.dataclass(slots=True)
+class _Rounding:
+    """The form of the matmuls that are traced, with the operand that was rounded last."""
+
+    form: str
+    operand: Any = None
+    trace: Any = None
+    """Trace in which the operand was rounded; its values cannot be used in others."""
+    rounded: Any = None
+
+
+_rounding: contextvars.ContextVar[_Rounding | None] = contextvars.ContextVar("8-bit matmuls", default=None)
+
+
+@contextlib.contextmanager
+def in_eight_bits(form: str | None) -> Iterator[None]:
+    """Compute the matmuls of `dot` in a form while inside; None leaves the surrounding one in effect."""
+    before = _rounding.get()
+    if form is None or before is not None and before.form == form:
+        yield
+        return
+    token = _rounding.set(_Rounding(form))
+    try:
+        yield
+    finally:
+        _rounding.reset(token)
+
+
+def rounds() -> bool:
+    """Return True inside of `in_eight_bits`."""
+    return _rounding.get() is not None
+
+
+def dot(x: Any, weight: Any, inner: tuple[int, ...]) -> Any:
+    """Return `x` times `weight`, summed over the last dims of `x` and the dims `inner` of the weight, in order.
+
+    The result has the other dims of `x`, then those of the weight. Inside of `in_eight_bits` operands have 8 bits, and
+    results the dtype of `x`.
+    """
+    import jax
+    from jax.ad_checkpoint import checkpoint_name
+
+    outer = x.ndim - len(inner)
+    state = _rounding.get()
+    if state is None:
+        return jax.lax.dot_general(x, weight, ((tuple(range(outer, x.ndim)), inner), ((), ())))
+    # Several layers may share one input, which is rounded and saved once.
+    trace = jax.core.get_opaque_trace_state(convention="flax")
+    if state.operand is not x or state.trace != trace:
+        state.operand, state.trace = x, trace
+        state.rounded = _rounded(x, tuple(range(outer, x.ndim)), FORMS[state.form][0])
+    result = _product(inner, state.form)(x, weight, *state.rounded, *_rounded(weight, inner, FORMS[state.form][0]))
+    return checkpoint_name(result, RESULT)
+
+
+def _rounded(x: Any, along: tuple[int, ...], dtype: str) -> tuple[Any, Any]:
+    """Return `x` rounded to 8 bits, and the fp32 scales of size 1 in the dims `along`, over which maxima are taken."""
+    import jax
+    import jax.numpy as jnp
+
+    x = jax.lax.stop_gradient(x)
+    whole = jnp.issubdtype(dtype, jnp.integer)
+    limits = jnp.iinfo(dtype) if whole else jnp.finfo(dtype)
+    # The largest whole number stands for all that round to it.
+    largest = float(limits.max) + 0.5 * whole
+    highest = jnp.max(jnp.abs(x), axis=along, keepdims=True).astype(jnp.float32)
+    # A row of zeros may have any scale.
+    highest = jnp.where(highest > 0, highest, 1.0)
+    shares = x.astype(jnp.float32) * (largest / highest)
+    # Conversions of floats beyond the range give NaN. The largest of a row is on the limit, where a last digit decides.
+    shares = jnp.clip(jnp.round(shares) if whole else shares, -float(limits.max), float(limits.max))
+    return shares.astype(dtype), highest / largest
+
+
+@functools.cache
+def _product(inner: tuple[int, ...], form: str) -> Callable[..., Any]:
+    """Return the product of rounded operands, as a function of both operands and their rounded forms.
+
+    Its backward pass has two more products of 8 bits. The scales of the saved operand are multiplied into the gradient,
+    which then is rounded anew along the dims that the product sums over.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    narrow = FORMS[form][1]
+
+    def multiply(x: Any, y: Any, dims: tuple[tuple[int, ...], tuple[int, ...]], dtype: Any) -> Any:
+        """Return the sums of products over `dims`: whole numbers of 32 bits, or floats in `dtype`."""
+        wide = jnp.int32 if form == "int8" else dtype
+        return jax.lax.dot_general(x, y, (dims, ((), ())), preferred_element_type=wide).astype(jnp.float32)
+
+    def forward(x: Any, weight: Any, codes: Any, scale: Any, weights: Any, scales: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Return the product in the dtype of `x`; the rounded operands are saved."""
+        outer = x.ndim - len(inner)
+        sums = multiply(codes, weights, (tuple(range(outer, x.ndim)), inner), x.dtype)
+        own = scale.reshape(*scale.shape[:outer], *[1] * (sums.ndim - outer))
+        result = sums * own * jnp.squeeze(scales, inner)
+        empty = tuple(jnp.zeros((), each.dtype) for each in (x, weight))
+        return result.astype(x.dtype), (codes, scale, weights, scales, *empty)
+
+    def backward(saved: tuple[Any, ...], gradient: Any) -> tuple[Any, ...]:
+        """Return the gradients of both operands; their rounded forms have none."""
+        codes, scale, weights, scales, x, weight = saved
+        outer = codes.ndim - len(inner)
+        rows, columns = tuple(range(outer)), tuple(range(outer, gradient.ndim))
+        free = tuple(dim for dim in range(weights.ndim) if dim not in inner)
+        wide = gradient.astype(jnp.float32)
+
+        part, factor = _rounded(wide * jnp.squeeze(scales, inner), columns, narrow)
+        sums = multiply(part, weights, (columns, free), x.dtype)
+        onward = (sums * factor.reshape(*factor.shape[:outer], *[1] * len(inner))).astype(x.dtype)
+
+        own = scale.reshape(*scale.shape[:outer], *[1] * len(columns))
+        part, factor = _rounded(wide * own, rows, narrow)
+        if inner[0]:
+            sums = multiply(part, codes, (rows, rows), weight.dtype)
+            factor = factor.reshape(*factor.shape[outer:], *[1] * len(inner))
+        else:
+            sums = multiply(codes, part, (rows, rows), weight.dtype)
+            factor = factor.reshape(*[1] * len(inner), *factor.shape[outer:])
+        return onward, (sums * factor).astype(weight.dtype), None, None, None, None
+
+    product = jax.custom_vjp(lambda *given: forward(*given)[0])
+    product.defvjp(forward, backward)
+    return product
