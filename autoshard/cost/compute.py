@@ -8,6 +8,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from autoshard.cost.backend import Sorting
 from autoshard.cost.calibration import Calibration, load_calibration
+from autoshard.cost.chip import dtype_class
 from autoshard.cost.gpu_measurements import matmul_rates
 from autoshard.cost.topology import Topology
 
@@ -106,8 +107,10 @@ class Compute:
         if self.topology.traits.caches:
             moved = self.memory_seconds(size + np.asarray(fused_bytes))
             return np.maximum(busy, moved) + self.calibration.op_overhead_s
-        rereads = (m * k * n_blocks + k * n * m_blocks + m * n) / elements
-        moved = self.memory_seconds(size * rereads + np.asarray(fused_bytes))
+        again = m * k * (n_blocks - 1) + k * n * (m_blocks - 1)
+        # Operands of one byte have a wider result, which is written once; others count with the mean width of all.
+        width = 1.0 if dtype_class(dtype) in ("int8", "fp8") else size / (batch * elements)
+        moved = self.memory_seconds(size + batch * again * width + np.asarray(fused_bytes))
         overlapped = smooth_max(busy, moved) + np.minimum(busy, moved) / (batch * m_blocks * n_blocks * k_blocks)
         return overlapped + self.calibration.op_overhead_s
 

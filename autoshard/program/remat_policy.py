@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autoshard.errors import UserError
-from autoshard.program.jax.eight_bits import RESULT
 
 
 BASES = ("none", "dots", "full")
@@ -98,7 +97,9 @@ def jax_policy(
     policies = jax.checkpoint_policies
     if policy.base == "none":
         return None
-    rest = _dots_with(mapped) if policy.base == "dots" else policies.nothing_saveable
+    rest = policies.dots_with_no_batch_dims_saveable if policy.base == "dots" else policies.nothing_saveable
+    if policy.base == "dots" and mapped:
+        rest = _dots_with(mapped)
     if not policy.names:
         return rest
     marks = names or {}
@@ -125,12 +126,10 @@ def jax_policy(
 
 
 def _dots_with(mapped: int) -> Callable[..., bool]:
-    """Return a policy that saves matmul results with at most `mapped` batch dims; of 8 bits the rescaled ones."""
+    """Return a policy that saves matmul results with at most `mapped` batch dims."""
     from jax import lax
 
-    def saveable(primitive: Any, *given: Any, **params: Any) -> bool:
-        if primitive is not lax.dot_general_p:
-            return primitive.name == "name" and params["name"] == RESULT
-        return given[0].dtype.itemsize > 1 and len(params["dimension_numbers"][1][0]) <= mapped
+    def saveable(primitive: Any, *_: Any, **params: Any) -> bool:
+        return primitive is lax.dot_general_p and len(params["dimension_numbers"][1][0]) <= mapped
 
     return saveable

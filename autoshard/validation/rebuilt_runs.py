@@ -289,7 +289,7 @@ def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
         routing="kernels" if kernels else "capacity", expert_kernels=kernels, capacity_factor=run.capacity,
         stack_axis=run.stack_axis, scanned=run.scanned, gradient_groups=run.copies if run.sums_late else 1,
         gathered_on=abstract if run.keeps_gathered else None, whole_on=abstract if run.sums_late else None,
-        pipeline=run.pipeline,
+        pipeline=run.pipeline, quantize=run.quantize, scale_parts=run.topology.slices,
     )  # fmt: skip
     reading = analyse_program(program, mesh.topology)
     figures = with_flags(load_calibration(run.topology.chip), run.flags).calibration

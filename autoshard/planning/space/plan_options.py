@@ -260,11 +260,13 @@ def _part_choices(options: Mapping[str, Any], topology: str) -> dict[str, tuple[
 
 def _check_rate(topology: Topology, form: str | None) -> None:
     """Raise `UserError` if a chip multiplies the 8 bits of `form` no faster than bfloat16; CPUs imitate all chips."""
-    if form in (None, "none") or topology.traits.shares_machine or form not in topology.chip.peak_flops_per_s:
+    chip, traits = topology.chip, topology.traits
+    if form in (None, "none") or traits.shares_machine or form not in chip.peak_flops_per_s:
         return
-    if topology.peak_flops(form) <= topology.peak_flops("bf16"):
+    slow = form == "int8" and not traits.int8_to_floats
+    if slow or topology.peak_flops(form) <= topology.peak_flops("bf16"):
         raise UserError(
-            f"--quantize {form}: {topology.chip.name} multiplies {form} no faster than bfloat16; leave it out."
+            f"--quantize {form}: compiled steps multiply {form} no faster than bfloat16 on {chip.name}; leave it out."
         )
 
 

@@ -16,9 +16,6 @@ FORMS = {"int8": ("int8", "int8"), "fp8": ("float8_e4m3fn", "float8_e5m2")}
 Gradients of 8-bit floats have more range and fewer digits (Micikevicius et al. 2022, section 3).
 """
 
-RESULT = "result of 8 bits"
-"""Name of the rescaled result, which a remat policy saves in place of the matmul's own wider sums."""
-
 
 def parse_form(text: str | None) -> str | None:
     """Return the form that `text` names; None for None and `none`. Raises `UserError` for another text."""
@@ -34,6 +31,7 @@ class _Rounding:
     """The form of the matmuls that are traced, with the operand that was rounded last."""
 
     form: str
+    parts: int = 1
     operand: Any = None
     trace: Any = None
     """Trace in which the operand was rounded; its values cannot be used in others."""
@@ -44,13 +42,17 @@ _rounding: contextvars.ContextVar[_Rounding | None] = contextvars.ContextVar("8-
 
 
 @contextlib.contextmanager
-def in_eight_bits(form: str | None) -> Iterator[None]:
-    """Compute the matmuls of `dot` in a form while inside; None leaves the surrounding one in effect."""
+def in_eight_bits(form: str | None, parts: int = 1) -> Iterator[None]:
+    """Compute the matmuls of `dot` in a form while inside; None leaves the surrounding one in effect.
+
+    - `parts`: parts of the first dim, each with scales of its own in the gradients of weights. Slices of a machine then
+      exchange no maxima, and sum gradients in the weights' dtype (AQT calls that local).
+    """
     before = _rounding.get()
     if form is None or before is not None and before.form == form:
         yield
         return
-    token = _rounding.set(_Rounding(form))
+    token = _rounding.set(_Rounding(form, parts))
     try:
         yield
     finally:
@@ -69,19 +71,19 @@ def dot(x: Any, weight: Any, inner: tuple[int, ...]) -> Any:
     results the dtype of `x`.
     """
     import jax
-    from jax.ad_checkpoint import checkpoint_name
+    from jax.extend.core import get_opaque_trace_state
 
     outer = x.ndim - len(inner)
     state = _rounding.get()
     if state is None:
         return jax.lax.dot_general(x, weight, ((tuple(range(outer, x.ndim)), inner), ((), ())))
     # Several layers may share one input, which is rounded and saved once.
-    trace = jax.core.get_opaque_trace_state(convention="flax")
+    trace = get_opaque_trace_state(convention="flax")
     if state.operand is not x or state.trace != trace:
         state.operand, state.trace = x, trace
         state.rounded = _rounded(x, tuple(range(outer, x.ndim)), FORMS[state.form][0])
-    result = _product(inner, state.form)(x, weight, *state.rounded, *_rounded(weight, inner, FORMS[state.form][0]))
-    return checkpoint_name(result, RESULT)
+    weights = _rounded(weight, inner, FORMS[state.form][0])
+    return _product(inner, state.form, state.parts)(x, weight, *state.rounded, *weights)
 
 
 def _rounded(x: Any, along: tuple[int, ...], dtype: str) -> tuple[Any, Any]:
@@ -104,7 +106,7 @@ def _rounded(x: Any, along: tuple[int, ...], dtype: str) -> tuple[Any, Any]:
 
 
 @functools.cache
-def _product(inner: tuple[int, ...], form: str) -> Callable[..., Any]:
+def _product(inner: tuple[int, ...], form: str, parts: int) -> Callable[..., Any]:
     """Return the product of rounded operands, as a function of both operands and their rounded forms.
 
     Its backward pass has two more products of 8 bits. The scales of the saved operand are multiplied into the gradient,
@@ -116,9 +118,19 @@ def _product(inner: tuple[int, ...], form: str) -> Callable[..., Any]:
     narrow = FORMS[form][1]
 
     def multiply(x: Any, y: Any, dims: tuple[tuple[int, ...], tuple[int, ...]], dtype: Any) -> Any:
-        """Return the sums of products over `dims`: whole numbers of 32 bits, or floats in `dtype`."""
-        wide = jnp.int32 if form == "int8" else dtype
-        return jax.lax.dot_general(x, y, (dims, ((), ())), preferred_element_type=wide).astype(jnp.float32)
+        """Return the sums of products over `dims` as fp32."""
+        # Devices exchange partial sums in this dtype. Sums of int8 in int32, to compare, would be twice the bytes.
+        return jax.lax.dot_general(x, y, (dims, ((), ())), preferred_element_type=dtype).astype(jnp.float32)
+
+    def of_weights(gradient: Any, codes: Any, outer: int, dtype: Any) -> Any:
+        """Return the gradient of a weight of `dtype`, from that of the result and from the rounded operand."""
+        rows = tuple(range(outer))
+        part, factor = _rounded(gradient, rows, narrow)
+        if inner[0]:
+            sums, ones = multiply(part, codes, (rows, rows), dtype), (*factor.shape[outer:], *[1] * len(inner))
+        else:
+            sums, ones = multiply(codes, part, (rows, rows), dtype), (*[1] * len(inner), *factor.shape[outer:])
+        return (sums * factor.reshape(ones)).astype(dtype)
 
     def forward(x: Any, weight: Any, codes: Any, scale: Any, weights: Any, scales: Any) -> tuple[Any, tuple[Any, ...]]:
         """Return the product in the dtype of `x`; the rounded operands are saved."""
@@ -133,7 +145,7 @@ def _product(inner: tuple[int, ...], form: str) -> Callable[..., Any]:
         """Return the gradients of both operands; their rounded forms have none."""
         codes, scale, weights, scales, x, weight = saved
         outer = codes.ndim - len(inner)
-        rows, columns = tuple(range(outer)), tuple(range(outer, gradient.ndim))
+        columns = tuple(range(outer, gradient.ndim))
         free = tuple(dim for dim in range(weights.ndim) if dim not in inner)
         wide = gradient.astype(jnp.float32)
 
@@ -142,14 +154,13 @@ def _product(inner: tuple[int, ...], form: str) -> Callable[..., Any]:
         onward = (sums * factor.reshape(*factor.shape[:outer], *[1] * len(inner))).astype(x.dtype)
 
         own = scale.reshape(*scale.shape[:outer], *[1] * len(columns))
-        part, factor = _rounded(wide * own, rows, narrow)
-        if inner[0]:
-            sums = multiply(part, codes, (rows, rows), weight.dtype)
-            factor = factor.reshape(*factor.shape[outer:], *[1] * len(inner))
+        if parts == 1:
+            mine = of_weights(wide * own, codes, outer, weight.dtype)
         else:
-            sums = multiply(codes, part, (rows, rows), weight.dtype)
-            factor = factor.reshape(*[1] * len(inner), *factor.shape[outer:])
-        return onward, (sums * factor).astype(weight.dtype), None, None, None, None
+            split = (each.reshape(parts, -1, *each.shape[1:]) for each in (wide * own, codes))
+            each = jax.vmap(lambda *given: of_weights(*given, outer, weight.dtype))(*split)
+            mine = jax.lax.reduce(each, jnp.zeros((), each.dtype), jax.lax.add, (0,))
+        return onward, mine, None, None, None, None
 
     product = jax.custom_vjp(lambda *given: forward(*given)[0])
     product.defvjp(forward, backward)
