@@ -15,6 +15,8 @@ from autoshard.cost.topology import Topology
 
 _BLOCK = 1024
 """Edge of a matmul's blocks in on-chip memory: three of them in bf16 fit in 8 MB."""
+_OPERAND_BYTES = {"int8": 1.0, "fp8": 1.0, "bf16": 2.0}
+"""Bytes of an operand's element by class of dtype; others have four."""
 _SHARPNESS = 3.0
 """Exponent p of a smooth roofline: two engines that share one instruction stream take `(a**p + b**p) ** (1/p)`.
 
@@ -108,8 +110,8 @@ class Compute:
             moved = self.memory_seconds(size + np.asarray(fused_bytes))
             return np.maximum(busy, moved) + self.calibration.op_overhead_s
         again = m * k * (n_blocks - 1) + k * n * (m_blocks - 1)
-        # Operands of one byte have a wider result, which is written once; others count with the mean width of all.
-        width = 1.0 if dtype_class(dtype) in ("int8", "fp8") else size / (batch * elements)
+        # A result that is wider than the operands is written once.
+        width = np.minimum(size / (batch * elements), _OPERAND_BYTES.get(dtype_class(dtype), 4.0))
         moved = self.memory_seconds(size + batch * again * width + np.asarray(fused_bytes))
         overlapped = smooth_max(busy, moved) + np.minimum(busy, moved) / (batch * m_blocks * n_blocks * k_blocks)
         return overlapped + self.calibration.op_overhead_s

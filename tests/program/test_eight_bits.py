@@ -16,7 +16,7 @@ from autoshard.exports import export_plan
 from autoshard.planning import settled_options
 from autoshard.program import open_source
 from autoshard.program.hf.hf_program import from_config
-from autoshard.program.jax.eight_bits import dot, in_eight_bits
+from autoshard.program.kernels.eight_bits import EightBits, dot, in_eight_bits
 from autoshard.program.moe.decoder_experts import product
 from autoshard.report.figures import recipe_line
 
@@ -44,7 +44,7 @@ def test_values_and_gradients_are_those_of_rounded_operands_in_torch(form: str) 
     x, weight, gradient = operands()
 
     def run(x: Any, weight: Any) -> Any:
-        with in_eight_bits(form):
+        with in_eight_bits(EightBits(form)):
             return dot(x, weight, (1,))
 
     value, pull = jax.vjp(run, x, weight)
@@ -71,7 +71,7 @@ def test_rounding_costs_as_many_digits_as_the_form_has() -> None:
 
     def run(form: str | None) -> list[Any]:
         def result(x: Any, weight: Any) -> Any:
-            with in_eight_bits(form):
+            with in_eight_bits(EightBits(form) if form else None):
                 return dot(x, weight, (1,))
 
         value, pull = jax.vjp(result, x, weight)
@@ -89,7 +89,7 @@ def test_scales_by_part_of_the_batch_and_other_orders_of_dims_give_the_same_prod
 
     def run(parts: int, equation: str, weight: Any) -> list[Any]:
         def result(x: Any, weight: Any) -> Any:
-            with in_eight_bits("int8", parts):
+            with in_eight_bits(EightBits("int8", parts)):
                 return product(equation, x, weight)
 
         value, pull = jax.vjp(result, x, weight)
@@ -107,7 +107,7 @@ def test_layers_with_one_input_round_and_save_it_once() -> None:
 
     def loss(weights: Any) -> Any:
         def layer(carried: Any, own: Any) -> tuple[Any, None]:
-            with in_eight_bits("int8"):
+            with in_eight_bits(EightBits("int8")):
                 both = dot(carried, own[0], (1,)) * dot(carried, own[1], (1,))
                 return carried + dot(both, own[2], (0,)), None
 

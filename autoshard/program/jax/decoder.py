@@ -12,11 +12,11 @@ from autoshard.errors import UserError
 from autoshard.program import model_flops as flop_counter
 from autoshard.program.jax import optimizers, train_step
 from autoshard.program.jax.decoder_dims import DecoderDims, layer_groups, parameters_of, stacks_of
-from autoshard.program.jax.eight_bits import in_eight_bits, parse_form
 from autoshard.program.jax.layer_stack import Pipeline, check_pipeline, in_stages, run_stack
 from autoshard.program.jax.mla import latent_heads
 from autoshard.program.jax.trace import trace
 from autoshard.program.kernels.dot_attention import attend
+from autoshard.program.kernels.eight_bits import EightBits, in_eight_bits
 from autoshard.program.kernels.flash_attention import KernelBlocks, flash_attention
 from autoshard.program.kernels.grouped_kernels import GroupedKernels
 from autoshard.program.kernels.ring_attention import ring_attention
@@ -87,8 +87,7 @@ def decoder_program(
     gradient_groups: int = 1,
     whole_on: Any = None,
     pipeline: Pipeline | None = None,
-    quantize: str | None = None,
-    scale_parts: int = 1,
+    quantize: EightBits | None = None,
 ) -> Program:
     """Return one training step of `batch` sequences of `seq` tokens; by default bf16 compute, f32 state.
 
@@ -119,8 +118,7 @@ def decoder_program(
     - `whole_on`: abstract mesh on which every device then has the averages whole; None for no constraint.
     - `pipeline`: stages made from the layers, except the first dense ones of a model with experts. Each of the
       `accumulation` microbatches passes through the stages in parts.
-    - `quantize`: form of `eight_bits.FORMS` in which layers multiply with weights, except for those of experts; None
-      for none. Gradients of weights have `scale_parts` scales along the batch.
+    - `quantize`: form in which layers multiply with weights, except for those of experts; None for `compute_dtype`.
 
     Routings of experts:
 
@@ -191,7 +189,7 @@ def decoder_program(
     mix = Routing(routing, capacity_factor, expert_kernels or GroupedKernels())
     how = _LayerOptions(
         kept, away, attention, check_exchange_name(exchange), balanced, blocks, mix, compute_dtype, stack_axis, scanned,
-        gathered_on, pipeline, parse_form(quantize), scale_parts,
+        gathered_on, pipeline, quantize,
     )  # fmt: skip
 
     def loss(p: Any, given: Any) -> Any:
@@ -254,8 +252,7 @@ class _LayerOptions:
     scanned: bool
     gathered_on: Any
     pipeline: Pipeline | None = None
-    quantize: str | None = None
-    scale_parts: int = 1
+    quantize: EightBits | None = None
 
 
 _AHEAD = 0.1
@@ -333,7 +330,7 @@ def _layers(
     def group(carried: Any, own: Sequence[Mapping[str, Any]]) -> tuple[Any, None]:
         for weights, window in zip(own, windows, strict=True):
             run = functools.partial(_layer, dims, window=window, how=how)
-            with in_eight_bits(how.quantize, how.scale_parts):
+            with in_eight_bits(how.quantize):
                 carried = _kept(run, how)(carried, weights)
         return carried, None
 

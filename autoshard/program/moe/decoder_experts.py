@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 from autoshard.program import model_flops
-from autoshard.program.jax.eight_bits import dot, rounds
+from autoshard.program.kernels.eight_bits import dot, rounds
 from autoshard.program.kernels.grouped_kernels import GroupedKernels, kernel_matmul
 from autoshard.program.kernels.ragged_dots import grouped_matmul
 from autoshard.program.moe.expert_dispatch import dispatch, rows_of

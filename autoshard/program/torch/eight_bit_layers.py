@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from autoshard.errors import UserError
-from autoshard.program.jax.eight_bits import in_eight_bits
+from autoshard.program.kernels.eight_bits import EightBits, in_eight_bits
 from autoshard.program.torch.low_rank import is_linear
 from autoshard.program.torch.module_state import replace_forward
 
@@ -28,7 +28,7 @@ def eight_bit_layers(module: Any, layers: Collection[str]) -> dict[str, Any]:
     }
 
 
-def eight_bit_note(module: Any, layers: Collection[str], form: str, label: str) -> str:
+def eight_bit_note(module: Any, layers: Collection[str], how: EightBits, label: str) -> str:
     """Return a sentence on the layers in 8 bits; raise `UserError` if the module `label` has none."""
     chosen = eight_bit_layers(module, layers).values()
     weights = sum(child.weight.numel() for child in chosen)
@@ -36,13 +36,13 @@ def eight_bit_note(module: Any, layers: Collection[str], form: str, label: str) 
         raise UserError(f"--quantize: `{label}` has no repeated layers with linear layers; leave it out.")
     total = sum(parameter.numel() for parameter in module.parameters() if parameter.ndim > 1)
     return (
-        f"Linear layers of repeated layers, {weights / total:.0%} of the weights, are multiplied in {form} in both "
+        f"Linear layers of repeated layers, {weights / total:.0%} of the weights, are multiplied in {how.form} in both "
         "passes, with a scale for each row; heads, embeddings, experts and products of attention are not."
     )
 
 
 @contextlib.contextmanager
-def computed_in_eight_bits(module: Any, layers: Collection[str], form: str | None) -> Iterator[None]:
+def computed_in_eight_bits(module: Any, layers: Collection[str], how: EightBits | None) -> Iterator[None]:
     """Compute the layers of `eight_bit_layers` in a form while inside; None changes nothing."""
     replaced: list[tuple[Any, Any]] = []
 
@@ -52,13 +52,13 @@ def computed_in_eight_bits(module: Any, layers: Collection[str], form: str | Non
 
         def forward(*given: Any) -> Any:
             """Return the layer's result, as its instance or its class defines it."""
-            with in_eight_bits(form):
+            with in_eight_bits(how):
                 return type(child).forward(child, *given) if own is None else own(*given)
 
         replaced.append((child, replace_forward(child, forward)))
 
     try:
-        for child in eight_bit_layers(module, layers).values() if form is not None else ():
+        for child in eight_bit_layers(module, layers).values() if how is not None else ():
             replace(child)
         yield
     finally:

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any, TypedDict
 
 from autoshard.errors import UserError
-from autoshard.program.jax.eight_bits import parse_form
 from autoshard.program.jax.layer_stack import Pipeline, read_pipeline
+from autoshard.program.kernels.eight_bits import EightBits, parse_eight_bits
 from autoshard.program.moe.experts import ExpertForm
 from autoshard.program.torch.layer_remat import parse_remat
 
@@ -93,8 +93,8 @@ class LayerForms:
     """Tokens of the busiest device of experts, relative to the mean over devices; at least 1."""
     pipeline: Pipeline | None = None
     """Stages that the repeated layers are cut into; None for none."""
-    quantize: str | None = None
-    """Form of 8 bits in which linear layers are multiplied, of `eight_bits.FORMS`; None for none."""
+    quantize: EightBits | None = None
+    """Form of 8 bits in which linear layers are multiplied; None for none."""
 
 
 def given_options(function: str, kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def read_layers(given: Mapping[str, Any]) -> LayerForms:
     names = ("remat", "scan", "attention", "exchange", "capacity_factor", "imbalance")
     forms = LayerForms(**{name: given[name] for name in names if name in given})
     parse_remat(forms.remat)
-    form = parse_form(given.get("quantize"))
+    form = parse_eight_bits(given.get("quantize"))
     if form is not None and not given.get("train"):
         raise UserError("--quantize is for training steps; add --train, or leave it out.")
     if form is not None and given.get("lora") is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.program import model_flops
-from autoshard.program.jax.eight_bits import dot, rounds
+from autoshard.program.kernels.eight_bits import dot, rounds
 
 
 def operation_table() -> dict[Any, Callable[..., Any]]:

@@ -17,21 +17,33 @@ Gradients of 8-bit floats have more range and fewer digits (Micikevicius et al. 
 """
 
 
-def parse_form(text: str | None) -> str | None:
+@dataclasses.dataclass(frozen=True, slots=True)
+class EightBits:
+    """The form of matmuls of 8 bits."""
+
+    form: str
+    """Key of `FORMS`."""
+    parts: int = 1
+    """Parts of the first dim, each with scales of its own in the gradients of weights.
+
+    Slices of a machine with a part each exchange no maxima (AQT calls that local).
+    """
+
+
+def parse_eight_bits(text: str | None) -> EightBits | None:
     """Return the form that `text` names; None for None and `none`. Raises `UserError` for another text."""
-    if text in (None, "none"):
+    if text is None or text == "none":
         return None
     if text not in FORMS:
         raise UserError(f"--quantize `{text}` is not known; use {', '.join(FORMS)} or none.")
-    return text
+    return EightBits(text)
 
 
 @dataclasses.dataclass(slots=True)
 class _Rounding:
     """The form of the matmuls that are traced, with the operand that was rounded last."""
 
-    form: str
-    parts: int = 1
+    how: EightBits
     operand: Any = None
     trace: Any = None
     """Trace in which the operand was rounded; its values cannot be used in others."""
@@ -42,17 +54,13 @@ _rounding: contextvars.ContextVar[_Rounding | None] = contextvars.ContextVar("8-
 
 
 @contextlib.contextmanager
-def in_eight_bits(form: str | None, parts: int = 1) -> Iterator[None]:
-    """Compute the matmuls of `dot` in a form while inside; None leaves the surrounding one in effect.
-
-    - `parts`: parts of the first dim, each with scales of its own in the gradients of weights. Slices of a machine then
-      exchange no maxima, and sum gradients in the weights' dtype (AQT calls that local).
-    """
-    before = _rounding.get()
-    if form is None or before is not None and before.form == form:
+def in_eight_bits(how: EightBits | None) -> Iterator[None]:
+    """Compute the matmuls of `dot` in a form while inside; None leaves the surrounding one in effect."""
+    if how is None:
         yield
         return
-    token = _rounding.set(_Rounding(form, parts))
+    before = _rounding.get()
+    token = _rounding.set(before if before is not None and before.how == how else _Rounding(how))
     try:
         yield
     finally:
@@ -79,15 +87,15 @@ def dot(x: Any, weight: Any, inner: tuple[int, ...]) -> Any:
         return jax.lax.dot_general(x, weight, ((tuple(range(outer, x.ndim)), inner), ((), ())))
     # Several layers may share one input, which is rounded and saved once.
     trace = get_opaque_trace_state(convention="flax")
+    dtype = FORMS[state.how.form][0]
     if state.operand is not x or state.trace != trace:
         state.operand, state.trace = x, trace
-        state.rounded = _rounded(x, tuple(range(outer, x.ndim)), FORMS[state.form][0])
-    weights = _rounded(weight, inner, FORMS[state.form][0])
-    return _product(inner, state.form, state.parts)(x, weight, *state.rounded, *weights)
+        state.rounded = _rounded(x, tuple(range(outer, x.ndim)), dtype)
+    return _product(inner, state.how)(x, weight, *state.rounded, *_rounded(weight, inner, dtype))
 
 
 def _rounded(x: Any, along: tuple[int, ...], dtype: str) -> tuple[Any, Any]:
-    """Return `x` rounded to 8 bits, and the fp32 scales of size 1 in the dims `along`, over which maxima are taken."""
+    """Return `x` rounded to 8 bits, and fp32 scales from its maxima over the dims `along`, which have size 1."""
     import jax
     import jax.numpy as jnp
 
@@ -106,16 +114,16 @@ def _rounded(x: Any, along: tuple[int, ...], dtype: str) -> tuple[Any, Any]:
 
 
 @functools.cache
-def _product(inner: tuple[int, ...], form: str, parts: int) -> Callable[..., Any]:
+def _product(inner: tuple[int, ...], how: EightBits) -> Callable[..., Any]:
     """Return the product of rounded operands, as a function of both operands and their rounded forms.
 
     Its backward pass has two more products of 8 bits. The scales of the saved operand are multiplied into the gradient,
-    which then is rounded anew along the dims that the product sums over.
+    which then is rounded along the dims that the product sums over.
     """
     import jax
     import jax.numpy as jnp
 
-    narrow = FORMS[form][1]
+    narrow, parts = FORMS[how.form][1], how.parts
 
     def multiply(x: Any, y: Any, dims: tuple[tuple[int, ...], tuple[int, ...]], dtype: Any) -> Any:
         """Return the sums of products over `dims` as fp32."""
@@ -158,7 +166,7 @@ def _product(inner: tuple[int, ...], form: str, parts: int) -> Callable[..., Any
             mine = of_weights(wide * own, codes, outer, weight.dtype)
         else:
             split = (each.reshape(parts, -1, *each.shape[1:]) for each in (wide * own, codes))
-            each = jax.vmap(lambda *given: of_weights(*given, outer, weight.dtype))(*split)
+            each = jax.vmap(lambda part, own: of_weights(part, own, outer, weight.dtype))(*split)
             mine = jax.lax.reduce(each, jnp.zeros((), each.dtype), jax.lax.add, (0,))
         return onward, mine, None, None, None, None
 
