@@ -157,6 +157,11 @@ def test_what_has_no_training_in_eight_bits_is_refused(options: dict[str, Any], 
         from_config("llama-tiny", **{"train": True, "batch": 8, "seq": 32, **options})
 
 
+def test_a_model_without_linear_layers_in_its_layers_is_refused() -> None:
+    with pytest.raises(UserError, match="has no repeated layers with linear layers"):
+        from_config("resnet-tiny", train=True, batch=8, quantize="int8")
+
+
 @pytest.mark.parametrize(
     ("form", "topology", "refused"),
     [
