@@ -1,6 +1,7 @@
 """Matmuls of 8 bits in training: values, gradients, what a step saves, and planned steps."""
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -117,6 +118,31 @@ def test_layers_with_one_input_round_and_save_it_once() -> None:
     text = str(jax.make_jaxpr(jax.grad(loss))(weights))
     stacks = text.partition("scan")[0].count("i8[3,4,32,64]")
     assert stacks == 1 and text.count("preferred_element_type=float32") == 9
+
+
+def test_sums_that_float16_cannot_hold_are_wider() -> None:
+    x, weight = jnp.ones((2, 64), "float16"), jnp.ones((48, 64), "float16")
+    with in_eight_bits(EightBits("int8")):
+        np.testing.assert_allclose(dot(x, weight, (1,)), np.full((2, 48), 64.0), rtol=0.01)
+
+
+def scans(jaxpr: Any) -> Iterator[Any]:
+    """Yield the loops over layers in a jaxpr."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan":
+            yield equation
+        for inner in equation.params.values():
+            if hasattr(inner, "jaxpr"):
+                yield from scans(inner.jaxpr)
+
+
+def test_linear_layers_of_a_module_with_one_input_save_it_once() -> None:
+    options: dict[str, Any] = {"train": True, "batch": 8, "seq": 32, "attention": "plain", "quantize": "fp8"}
+    program = from_config("llama-tiny", **options)
+    forward = next(scans(jax.make_jaxpr(program.fn)(*program.args).jaxpr))
+    kept = [each.aval for each in forward.outvars if each.aval.dtype == jnp.float8_e4m3fn]
+    # The inputs of query, key and value, of the output, of gate and up, and of the last layer.
+    assert sum(each.shape[1:3] == (8, 32) for each in kept) == 4
 
 
 @pytest.mark.parametrize(("model", "form"), [("gpt2-tiny", "int8"), ("llama-tiny", "fp8")])

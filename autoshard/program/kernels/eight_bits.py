@@ -40,7 +40,7 @@ def parse_eight_bits(text: str | None) -> EightBits | None:
 
 
 @dataclasses.dataclass(slots=True)
-class _Rounding:
+class Rounding:
     """The form of the matmuls that are traced, with the operand that was rounded last."""
 
     how: EightBits
@@ -50,17 +50,19 @@ class _Rounding:
     rounded: Any = None
 
 
-_rounding: contextvars.ContextVar[_Rounding | None] = contextvars.ContextVar("8-bit matmuls", default=None)
+_rounding: contextvars.ContextVar[Rounding | None] = contextvars.ContextVar("8-bit matmuls", default=None)
 
 
 @contextlib.contextmanager
-def in_eight_bits(how: EightBits | None) -> Iterator[None]:
-    """Compute the matmuls of `dot` in a form while inside; None leaves the surrounding one in effect."""
+def in_eight_bits(how: EightBits | Rounding | None) -> Iterator[None]:
+    """Compute the matmuls of `dot` in a form while inside; None leaves the surrounding one in effect.
+
+    Several contexts with one `Rounding` share the operand that was rounded last.
+    """
     if how is None:
         yield
         return
-    before = _rounding.get()
-    token = _rounding.set(before if before is not None and before.how == how else _Rounding(how))
+    token = _rounding.set(how if isinstance(how, Rounding) else Rounding(how))
     try:
         yield
     finally:
@@ -127,8 +129,9 @@ def _product(inner: tuple[int, ...], how: EightBits) -> Callable[..., Any]:
 
     def multiply(x: Any, y: Any, dims: tuple[tuple[int, ...], tuple[int, ...]], dtype: Any) -> Any:
         """Return the sums of products over `dims` as fp32."""
-        # Devices exchange partial sums in this dtype. Sums of int8 in int32, to compare, would be twice the bytes.
-        return jax.lax.dot_general(x, y, (dims, ((), ())), preferred_element_type=dtype).astype(jnp.float32)
+        # Devices exchange partial sums in this dtype; int32 would be twice the bytes. Sums overflow float16.
+        wide = jnp.float32 if dtype == jnp.float16 else dtype
+        return jax.lax.dot_general(x, y, (dims, ((), ())), preferred_element_type=wide).astype(jnp.float32)
 
     def of_weights(gradient: Any, codes: Any, outer: int, dtype: Any) -> Any:
         """Return the gradient of a weight of `dtype`, from that of the result and from the rounded operand."""

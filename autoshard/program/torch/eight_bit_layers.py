@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from autoshard.errors import UserError
-from autoshard.program.kernels.eight_bits import EightBits, in_eight_bits
+from autoshard.program.kernels.eight_bits import EightBits, Rounding, in_eight_bits
 from autoshard.program.torch.low_rank import is_linear
 from autoshard.program.torch.module_state import replace_forward
 
@@ -45,6 +45,7 @@ def eight_bit_note(module: Any, layers: Collection[str], how: EightBits, label: 
 def computed_in_eight_bits(module: Any, layers: Collection[str], how: EightBits | None) -> Iterator[None]:
     """Compute the layers of `eight_bit_layers` in a form while inside; None changes nothing."""
     replaced: list[tuple[Any, Any]] = []
+    state = None if how is None else Rounding(how)
 
     def replace(child: Any) -> None:
         """Let a layer's own forward run in 8 bits."""
@@ -52,7 +53,7 @@ def computed_in_eight_bits(module: Any, layers: Collection[str], how: EightBits 
 
         def forward(*given: Any) -> Any:
             """Return the layer's result, as its instance or its class defines it."""
-            with in_eight_bits(how):
+            with in_eight_bits(state):
                 return type(child).forward(child, *given) if own is None else own(*given)
 
         replaced.append((child, replace_forward(child, forward)))
