@@ -23,6 +23,7 @@ PROGRAM = {
         "--lora",
         "--pad",
         "--loss-chunks",
+        "--quantize",
         "--microbatches",
         "--gradient-groups",
         "--host",

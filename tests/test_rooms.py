@@ -401,7 +401,7 @@ LONG_SIGNATURES = {
     "autoshard.exec.torch_xla_hook.values.device_kernels: native_batch_norm_backward takes 10",
     "autoshard.graph.extraction.graph_builder: append_pass_through takes 11",
     "autoshard.graph.extraction.program_constraints: _read_end takes 10",
-    "autoshard.program.jax.decoder: decoder_program takes 26",
+    "autoshard.program.jax.decoder: decoder_program takes 27",
     "autoshard.program.jax.trace: trace takes 14",
     "autoshard.program.jax.train_step: training_step takes 9",
     "autoshard.program.kernels.decode_attention: _kernel takes 13",

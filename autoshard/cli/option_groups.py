@@ -135,6 +135,12 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
         help="with --train: compute logits and loss in N chunks of the vocabulary, or tokens=4,vocabulary=8, so that "
         "all logits are never in memory; the backward pass computes them again",
     )
+    group.add_argument(
+        "--quantize",
+        choices=("int8", "fp8", "none"),
+        help="with --train: multiply the linear layers of repeated layers in 8 bits, in both passes, with a scale for "
+        "each row; for chips that multiply these faster (default: none)",
+    )
     group.add_argument("--serve", choices=("prefill", "decode"), help="a step of serving, with a key-value cache")
     group.add_argument("--cache", type=positive, metavar="N", help="tokens in the cache (default: --seq)")
     group.add_argument(

@@ -91,6 +91,8 @@ class Backend:
     """True if the launch of every kernel takes time of its own."""
     rounds_operands: bool
     """True if matmuls of float32 at the default precision read operands that were rounded to bfloat16 before."""
+    int8_to_floats: bool
+    """True if matmuls of int8 with results in floats run at the rate of int8."""
     late_gradients: bool
     """True if weight gradients that only the optimizer reads are computed after the loops that precede it."""
     results_apart: bool
@@ -128,7 +130,7 @@ BACKENDS = {
             sorting=Sorting.BITONIC, tiled=True, fuses_into_matmuls=True, fuses_relayouts=True,
             concatenates_shards=False,
             narrows_stacks=True, gpu_kernels=False,
-            launches=True, rounds_operands=True, late_gradients=False, results_apart=True,
+            launches=True, rounds_operands=True, int8_to_floats=True, late_gradients=False, results_apart=True,
             separate_collective_buffers=False,
             compiles_ahead=True, described=False, judge="compile",
             serves_by_mesh=True, attention="splash",
@@ -142,7 +144,7 @@ BACKENDS = {
             sorting=Sorting.RADIX, tiled=False, fuses_into_matmuls=False, fuses_relayouts=False,
             concatenates_shards=False,
             narrows_stacks=False, gpu_kernels=True,
-            launches=True, rounds_operands=False, late_gradients=True, results_apart=False,
+            launches=True, rounds_operands=False, int8_to_floats=False, late_gradients=True, results_apart=False,
             separate_collective_buffers=True,
             compiles_ahead=False, described=True, judge="compile",
             serves_by_mesh=False, attention="cudnn",
@@ -156,7 +158,7 @@ BACKENDS = {
             sorting=Sorting.COMPARISON, tiled=False, fuses_into_matmuls=False, fuses_relayouts=False,
             concatenates_shards=True,
             narrows_stacks=True, gpu_kernels=False,
-            launches=False, rounds_operands=False, late_gradients=False, results_apart=False,
+            launches=False, rounds_operands=False, int8_to_floats=False, late_gradients=False, results_apart=False,
             separate_collective_buffers=False,
             compiles_ahead=False, described=False, judge="measure",
             serves_by_mesh=False, attention="plain",

@@ -8,12 +8,15 @@ from numpy.typing import ArrayLike, NDArray
 
 from autoshard.cost.backend import Sorting
 from autoshard.cost.calibration import Calibration, load_calibration
+from autoshard.cost.chip import dtype_class
 from autoshard.cost.gpu_measurements import matmul_rates
 from autoshard.cost.topology import Topology
 
 
 _BLOCK = 1024
 """Edge of a matmul's blocks in on-chip memory: three of them in bf16 fit in 8 MB."""
+_OPERAND_BYTES = {"int8": 1.0, "fp8": 1.0, "bf16": 2.0}
+"""Bytes of an operand's element by class of dtype; others have four."""
 _SHARPNESS = 3.0
 """Exponent p of a smooth roofline: two engines that share one instruction stream take `(a**p + b**p) ** (1/p)`.
 
@@ -106,8 +109,10 @@ class Compute:
         if self.topology.traits.caches:
             moved = self.memory_seconds(size + np.asarray(fused_bytes))
             return np.maximum(busy, moved) + self.calibration.op_overhead_s
-        rereads = (m * k * n_blocks + k * n * m_blocks + m * n) / elements
-        moved = self.memory_seconds(size * rereads + np.asarray(fused_bytes))
+        again = m * k * (n_blocks - 1) + k * n * (m_blocks - 1)
+        # A result that is wider than the operands is written once.
+        width = np.minimum(size / (batch * elements), _OPERAND_BYTES.get(dtype_class(dtype), 4.0))
+        moved = self.memory_seconds(size + batch * again * width + np.asarray(fused_bytes))
         overlapped = smooth_max(busy, moved) + np.minimum(busy, moved) / (batch * m_blocks * n_blocks * k_blocks)
         return overlapped + self.calibration.op_overhead_s
 

@@ -80,7 +80,7 @@ def make_export(plan: Plan, form: str, program: Program | None = None, *, force:
     if writer.check is not None:
         writer.check(plan, program)
     if not force:
-        _refuse_padded(plan, known)
+        _refuse_other_code(plan, known)
     program, problem = _opened(plan, known, program)
     check_names(known, plan.program_name, program, problem)
     if program is not None and known.rest in (Rest.XLA, Rest.DTENSOR) and plan.origin.form != known.name:
@@ -99,14 +99,16 @@ def make_export(plan: Plan, form: str, program: Program | None = None, *, force:
     return Export(form, writer.write(*inputs), prediction, sentence)
 
 
-def _refuse_padded(plan: Plan, form: Form) -> None:
-    """Raise FormError for a plan of a padded model; the user's code has the sizes of the model itself."""
-    padded = plan.source.options.get("pad") if plan.source is not None else None
-    if padded not in (None, "none"):
-        raise FormError(
-            f"the {form.name} form cannot say --pad {padded}: its code has the model's own sizes. `plan.jit(step)` and "
-            "--to jax-export hold the plan; plan without --pad, or write it all the same with --force."
-        )
+def _refuse_other_code(plan: Plan, form: Form) -> None:
+    """Raise FormError for a plan of a padded or quantised model; the user's code has the model's sizes and matmuls."""
+    options = plan.source.options if plan.source is not None else {}
+    for name, own in (("pad", "sizes"), ("quantize", "matmuls")):
+        if options.get(name) not in (None, "none"):
+            raise FormError(
+                f"the {form.name} form cannot say --{name} {options[name]}: its code has the model's own {own}. "
+                f"`plan.jit(step)` and --to jax-export hold the plan; plan without --{name}, or write it all the same "
+                "with --force."
+            )
 
 
 def _refuse_nothing(plan: Plan, form: Form, program: Program | None) -> None:

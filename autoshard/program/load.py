@@ -121,7 +121,7 @@ def _open(
 
 _MODULE_OPTIONS = ("train", "optimizer", "dtype", "param_dtype", "state_dtype", "remat", "attention")
 _MODULE_OPTIONS += ("exchange", "microbatches", "experts", "capacity_factor", "imbalance", "host", "stages", "schedule")
-_MODULE_OPTIONS += ("gradient_groups", "lora")
+_MODULE_OPTIONS += ("gradient_groups", "lora", "quantize")
 """Options of a torch module in a Python file; JAX functions in one also take `host`, `stages` and their schedule."""
 
 

@@ -105,6 +105,7 @@ def recipe_line(plan: Plan) -> str:
     words += [f"{name} {value}" for name in ("microbatches", "host") if (value := options.get(name))]
     words += [f"padded, {options['pad']}"] if options.get("pad") not in (None, "none") else []
     words += [f"loss in chunks, {options['loss_chunks']}"] if options.get("loss_chunks") else []
+    words += [f"matmuls in {options['quantize']}"] if options.get("quantize") not in (None, "none") else []
     words += _found_in(plan, options)
     words += [options["optimizer"]] if options.get("optimizer") else []
     words += [options["dtype"]] if options.get("dtype") else []

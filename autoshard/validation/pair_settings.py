@@ -18,6 +18,10 @@ _TORCHPRIME = {
 """Blocks of torchprime's kernels, from its attention module and torch_xla.experimental.splash_attention."""
 OPTIMIZER = "AdamW with moments of 32 bits"
 """Assumption about a row that states no optimizer."""
+_INT8 = "int8 in all three matmuls of a layer's weights, rounded to nearest, with scales by row and by slice"
+"""Assumption about a row with matmuls of int8, from MaxText's default configuration of AQT."""
+_SHORT = {"q": ("query",), "k": ("key",), "v": ("value",), "out": ("out",), "ffn1": ("gate", "up"), "ffn2": ("down",)}
+"""Short names of values in a list of what is saved -> our names."""
 SAVES: dict[str, str] = {
     "decoder_layer_input": "input",
     "query_proj": "query",
@@ -50,6 +54,12 @@ def stated_remat(
         word = "full"
     if word in ("checkpoint", "scan", "recompute_all"):
         word = "full"  # each layer is recomputed from its input
+    listed = re.match(r"save ((?:\w+,)+\w+)", text)
+    policies = [name for name in re.findall(r"\w+", text) if name in SAVED]
+    if word == "save" and len(policies) == 1:
+        word = policies[0]
+    elif word == "save" and listed is not None and set(listed[1].split(",")) <= _SHORT.keys():
+        return "full", tuple(value for name in listed[1].split(",") for value in _SHORT[name]), ()
     if word not in SAVED and word != "none":
         raise IncompleteError(f"remat {text!r} is not known")
     if not named and not single:
@@ -85,14 +95,17 @@ def stated_dtypes(said: Mapping[str, Any], assumed: list[str]) -> dict[str, Any]
     """Return the optimizer and the dtypes as arguments of `Run`, without those that are `Run`'s defaults.
 
     The default is AdamW, with bf16 compute and f32 parameters and moments. SGD replaces Adafactor, which is added to
-    `assumed`. Raises `IncompleteError` for 8-bit and 4-bit dtypes and other optimizers.
+    `assumed`, as are the matmuls of int8. Raises `IncompleteError` for other 8-bit and 4-bit dtypes and optimizers.
     """
     text, rule = (str(said.get(key, "")).lower() for key in ("dtype", "optimizer"))
-    if re.search(r"fp8|float8|int8|nvfp4|mxfp", text):
+    if re.search(r"fp8|float8|nvfp4|mxfp|int8 weights", text):
         raise IncompleteError(f"dtype {text!r} is not rebuilt")
     if not rule:
         assumed.append(OPTIMIZER)
     dtypes: dict[str, Any] = {}
+    if "int8" in text:
+        assumed.append(_INT8)
+        dtypes["quantize"] = "int8"
     if re.match(r"(f32|fp32|float32) compute", text):
         dtypes["compute"] = "float32"
     if re.search(r"bf16 (parameters|weights|params)", text):

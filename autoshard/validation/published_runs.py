@@ -150,6 +150,8 @@ class Run:
     """True if weights are gathered once a step, and stored whole in the compute dtype for the backward pass."""
     pipeline: Pipeline | None = None
     """Pipeline stages on devices of their own; each stage shards its layers by the other degrees."""
+    quantize: str | None = None
+    """Form of 8 bits in which layers multiply with weights; None for the dtype of compute."""
     network: tuple[tuple[str, int], ...] = ()
     """Number of slices that a mesh axis spans; empty if the first axes span them."""
 

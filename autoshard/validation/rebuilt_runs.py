@@ -23,7 +23,7 @@ from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.derived_axes import STAGE
 from autoshard.planning.space.dim_groups import Groups, find_groups
 from autoshard.planning.space.named_layouts import Uses, stated, with_stages_held, without_axis
-from autoshard.program import Program, decoder_program
+from autoshard.program import EightBits, Program, decoder_program
 from autoshard.validation.published_runs import IncompleteError, MatmulRun, Run, parse_run, read_rows, source_group
 from autoshard.validation.serving_rows import ServingRun
 
@@ -281,6 +281,8 @@ def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
     mesh = make_mesh(run.topology, sizes, dict(run.network) or None)
     abstract = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
     kernels = None if attention == "splash" else run.kernels  # the compiled program has experts with slots
+    # MaxText's default gives each slice scales of its own in gradients of weights (`quantization_local_shard_count`).
+    eight_bits = None if run.quantize is None else EightBits(run.quantize, run.topology.slices)
     program = decoder_program(
         run.decoder, batch=run.batch, seq=run.seq, remat=run.remat, saves=run.saves, attention=attention,
         exchange=run.exchange, balanced=run.balanced,
@@ -289,7 +291,7 @@ def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
         routing="kernels" if kernels else "capacity", expert_kernels=kernels, capacity_factor=run.capacity,
         stack_axis=run.stack_axis, scanned=run.scanned, gradient_groups=run.copies if run.sums_late else 1,
         gathered_on=abstract if run.keeps_gathered else None, whole_on=abstract if run.sums_late else None,
-        pipeline=run.pipeline,
+        pipeline=run.pipeline, quantize=eight_bits,
     )  # fmt: skip
     reading = analyse_program(program, mesh.topology)
     figures = with_flags(load_calibration(run.topology.chip), run.flags).calibration

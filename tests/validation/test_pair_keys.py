@@ -59,7 +59,7 @@ def test_labels_stand_in_the_note_and_distinguish_no_plans(tmp_path: pathlib.Pat
     [
         ({"fsdp": 4, "matmul_kernel": "new"}, "matmul_kernel=new is not rebuilt"),
         ({"fsdp": 4, "cache_dtype": "fp8"}, "cache_dtype=fp8 is not rebuilt"),
-        ({"fsdp": 4, "quantization": "int8"}, "quantised int8' is not rebuilt"),
+        ({"fsdp": 4, "quantization": "fp8"}, "quantised fp8' is not rebuilt"),
         ({"fsdp": 4, "fsdp_size": 2}, "fsdp is stated twice, as 4 and as 2"),
         ({"fsdp": 4, "devices": 16}, "4 chips are stated, and 16 devices"),
         ({"fsdp": 4, "devices": "many"}, "devices is 'many'"),
@@ -75,7 +75,22 @@ def test_a_key_that_changes_a_price_refuses_the_row(tmp_path: pathlib.Path, plan
 
 
 def test_a_quantised_group_is_not_priced_in_16_bits(tmp_path: pathlib.Path):
-    assert "quantised int8" in read(tmp_path, fixed=STATED | {"quantization": "int8"}).skipped
+    assert "quantised fp8" in read(tmp_path, fixed=STATED | {"quantization": "fp8"}).skipped
+    whole = read(tmp_path, fixed=STATED | {"quantization": "int8"})
+    assert whole.run is not None and whole.run.quantize == "int8"
+    assert any("int8 in all three matmuls" in line for line in whole.assumed)
+
+
+@pytest.mark.parametrize(
+    ("remat", "saved"),
+    [
+        ("save q,k,v,out,ffn2 (all but ffn1)", ("full", ("query", "key", "value", "out", "down"))),
+        ("save matmul results (save_dot_except_mlpwi), fused qkv", ("save_dot_except_mlpwi", None)),
+    ],
+)
+def test_lists_of_saved_values_and_policies_in_brackets_are_read(tmp_path: pathlib.Path, remat: str, saved: tuple):
+    row = read(tmp_path, {"fsdp": 4, "remat": remat})
+    assert row.run is not None and (row.run.remat, row.run.saves) == saved
 
 
 def test_arguments_of_maxtext_are_those_of_the_run(tmp_path: pathlib.Path):
@@ -163,7 +178,7 @@ def test_published_runs_are_groups_of_workloads(tmp_path: pathlib.Path):
     assert (second.run, second.skipped) == (None, "a matmul is no step")
 
 
-def test_rounds_of_mlperf_on_tpus_say_why_they_are_not_rebuilt(tmp_path: pathlib.Path):
+def test_rounds_of_mlperf_on_tpus_are_rebuilt_or_say_why_not(tmp_path: pathlib.Path):
     model = MODEL | {"sequence": 2048, "gated": False}
     row = {
         "id": "r", "chip": "v5p", "chips": 4, "topology": "2x2x1", "slices": 1, "global_batch": 8, "remat": "full",
@@ -174,7 +189,7 @@ def test_rounds_of_mlperf_on_tpus_say_why_they_are_not_rebuilt(tmp_path: pathlib
     file = tmp_path / "rounds.json"
     file.write_text(json.dumps({"gpt3_model": model, "gpt3": [row, wide], "stable_diffusion": [unet]}))
     first, second, third = (pair_group.rows[0] for pair_group in read_groups(file))
-    assert first.skipped == "dtype 'int8 (aqt) in linear layers' is not rebuilt"
+    assert first.run is not None and first.run.quantize == "int8"
     assert second.run is not None and (second.run.copies, second.run.spread, second.run.seq) == (2, 2, 2048)
     assert not second.run.decoder.gated and second.step_s == 2.0
     assert "a U-Net of Stable Diffusion' is not known" in third.skipped

@@ -258,6 +258,18 @@ def _part_choices(options: Mapping[str, Any], topology: str) -> dict[str, tuple[
     return {"stages": tuple(numbers), "schedule": (None, *ways) if stages == AUTO else ways, "microbatches": counts}
 
 
+def _check_rate(topology: Topology, form: str | None) -> None:
+    """Raise `UserError` if a chip multiplies the 8 bits of `form` no faster than bfloat16; CPUs imitate all chips."""
+    chip, traits = topology.chip, topology.traits
+    if form in (None, "none") or traits.shares_machine or form not in chip.peak_flops_per_s:
+        return
+    slow = form == "int8" and not traits.int8_to_floats
+    if slow or topology.peak_flops(form) <= topology.peak_flops("bf16"):
+        raise UserError(
+            f"--quantize {form}: compiled steps multiply {form} no faster than bfloat16 on {chip.name}; leave it out."
+        )
+
+
 def settled_options(options: Mapping[str, Any], topology: str) -> dict[str, Any]:
     """Return the options for `open_source`, with the attention kernel that the topology decides.
 
@@ -265,9 +277,11 @@ def settled_options(options: Mapping[str, Any], topology: str) -> dict[str, Any]
     topology's chips, or `plain`.
 
     TPUs and GPUs prefer their own kernel. On CPUs, which only imitate kernels, any kernel is allowed. Raises
-    `UserError` for a kernel of other hardware.
+    `UserError` for a kernel of other hardware, and for matmuls of 8 bits where they are not faster.
     """
-    own, asked = Topology.parse(topology).traits.attention, options.get("attention")
+    place = Topology.parse(topology)
+    _check_rate(place, options.get("quantize"))
+    own, asked = place.traits.attention, options.get("attention")
     needs, chips = _MADE_FOR.get(str(asked), (own, ""))
     if own not in ("plain", needs):
         raise UserError(f"--attention {asked} is a kernel for {chips}, not for {topology}; use auto.")

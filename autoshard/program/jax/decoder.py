@@ -16,6 +16,7 @@ from autoshard.program.jax.layer_stack import Pipeline, check_pipeline, in_stage
 from autoshard.program.jax.mla import latent_heads
 from autoshard.program.jax.trace import trace
 from autoshard.program.kernels.dot_attention import attend
+from autoshard.program.kernels.eight_bits import EightBits, in_eight_bits
 from autoshard.program.kernels.flash_attention import KernelBlocks, flash_attention
 from autoshard.program.kernels.grouped_kernels import GroupedKernels
 from autoshard.program.kernels.ring_attention import ring_attention
@@ -86,6 +87,7 @@ def decoder_program(
     gradient_groups: int = 1,
     whole_on: Any = None,
     pipeline: Pipeline | None = None,
+    quantize: EightBits | None = None,
 ) -> Program:
     """Return one training step of `batch` sequences of `seq` tokens; by default bf16 compute, f32 state.
 
@@ -116,6 +118,7 @@ def decoder_program(
     - `whole_on`: abstract mesh on which every device then has the averages whole; None for no constraint.
     - `pipeline`: stages made from the layers, except the first dense ones of a model with experts. Each of the
       `accumulation` microbatches passes through the stages in parts.
+    - `quantize`: form in which layers multiply with weights, except for those of experts; None for `compute_dtype`.
 
     Routings of experts:
 
@@ -186,7 +189,7 @@ def decoder_program(
     mix = Routing(routing, capacity_factor, expert_kernels or GroupedKernels())
     how = _LayerOptions(
         kept, away, attention, check_exchange_name(exchange), balanced, blocks, mix, compute_dtype, stack_axis, scanned,
-        gathered_on, pipeline,
+        gathered_on, pipeline, quantize,
     )  # fmt: skip
 
     def loss(p: Any, given: Any) -> Any:
@@ -249,6 +252,7 @@ class _LayerOptions:
     scanned: bool
     gathered_on: Any
     pipeline: Pipeline | None = None
+    quantize: EightBits | None = None
 
 
 _AHEAD = 0.1
@@ -326,7 +330,8 @@ def _layers(
     def group(carried: Any, own: Sequence[Mapping[str, Any]]) -> tuple[Any, None]:
         for weights, window in zip(own, windows, strict=True):
             run = functools.partial(_layer, dims, window=window, how=how)
-            carried = _kept(run, how)(carried, weights)
+            with in_eight_bits(how.quantize):
+                carried = _kept(run, how)(carried, weights)
         return carried, None
 
     if not how.scanned:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 from autoshard.program import model_flops
+from autoshard.program.kernels.eight_bits import dot, rounds
 from autoshard.program.kernels.grouped_kernels import GroupedKernels, kernel_matmul
 from autoshard.program.kernels.ragged_dots import grouped_matmul
 from autoshard.program.moe.expert_dispatch import dispatch, rows_of
@@ -224,11 +225,23 @@ def _activated(gate: Any | None, up: Any) -> Any:
 
 
 def product(equation: str, left: Any, weight: Any) -> Any:
-    """Return an einsum with a parameter `weight`, cast to the dtype of `left`, and record its model FLOPs."""
+    """Return an einsum with a parameter `weight`, cast to the dtype of `left`, and record its model FLOPs.
+
+    Inside of `in_eight_bits` its operands have 8 bits, unless it has batch dims.
+    """
     import jax.numpy as jnp
 
     inputs, out = equation.split("->")
     sizes = dict(zip(inputs.replace(",", ""), (*left.shape, *weight.shape), strict=True))
     contracted = math.prod(size for letter, size in sizes.items() if letter not in out)
     model_flops.record_matmul([sizes[letter] for letter in out], contracted)
-    return jnp.einsum(equation, left, weight.astype(left.dtype))
+    weight = weight.astype(left.dtype)
+    first, second = inputs.split(",")
+    inner = [letter for letter in second if letter in first]
+    if not rounds() or set(inner) & set(out):
+        return jnp.einsum(equation, left, weight)
+    outer = [letter for letter in first if letter not in inner]
+    rows = jnp.transpose(left, [first.index(letter) for letter in (*outer, *inner)])
+    found = [*outer, *(letter for letter in second if letter not in inner)]
+    result = dot(rows, weight, tuple(second.index(letter) for letter in inner))
+    return jnp.transpose(result, [found.index(letter) for letter in out])

@@ -68,8 +68,8 @@ class EagerTwin:
         """Return the twin to compare: the reduced form if there is one, else this twin with a description of its form.
 
         The limits on parameters and FLOPs of a step are for a twin without a reduced form; a reduced form is limited in
-        parameters only. Raises `UserError` if a limit is exceeded. The description names float32, plain attention and
-        room for all tokens, as far as the comparison changes these; it is empty if none.
+        parameters only. Raises `UserError` if a limit is exceeded. The description names float32, wide matmuls, plain
+        attention and room for all tokens, as far as the comparison changes these; it is empty if none.
         """
         if self.eager.reduce is not None:
             return self.eager.reduce(parameters)
@@ -82,6 +82,8 @@ class EagerTwin:
             forms.append("in float32")
         if function.attention != "plain":
             forms.append("with plain attention")
+        if function.quantize is not None:
+            forms.append("without matmuls of 8 bits")
         if function.drops_tokens:
             forms.append("with room for every token at its experts")
         return dataclasses.replace(self, form=", ".join(forms))

@@ -115,7 +115,7 @@ def with_adapters(module: Any, lora: Lora, label: str) -> tuple[Any, list[str]]:
         raise UserError(
             f"--lora needs a copy of `{label}`, which cannot be made: {type(error).__name__}: {reason_of(error, 5)}."
         ) from error
-    linears = {path: child for path, child in adapted.named_modules() if _is_linear(child)}
+    linears = {path: child for path, child in adapted.named_modules() if is_linear(child)}
     heads = _heads(adapted)
     inner = {path: child for path, child in linears.items() if id(child) not in heads}
     chosen = _chosen(linears if lora.targets else inner, lora.targets, label)
@@ -149,7 +149,7 @@ def with_adapters(module: Any, lora: Lora, label: str) -> tuple[Any, list[str]]:
     return replaced.get(id(adapted), adapted), notes
 
 
-def _is_linear(module: Any) -> bool:
+def is_linear(module: Any) -> bool:
     """Return True for a linear layer, or transformers' `Conv1D`, that its own `forward` computes.
 
     The projection of torch's `MultiheadAttention` is computed by its owner.
@@ -163,7 +163,7 @@ def _is_linear(module: Any) -> bool:
 def _heads(module: Any) -> set[int]:
     """Return the output heads of a module by `id`: the one that transformers names, and layers with a shared weight."""
     owners = Counter(id(weight) for child in module.modules() for weight in child._parameters.values())
-    heads = {id(child) for child in module.modules() if _is_linear(child) and owners[id(child.weight)] > 1}
+    heads = {id(child) for child in module.modules() if is_linear(child) and owners[id(child.weight)] > 1}
     named = getattr(module, "get_output_embeddings", None)
     return heads | ({id(named())} if named is not None else set())
 

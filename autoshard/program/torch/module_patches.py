@@ -167,7 +167,7 @@ def _conv1d(self: Any, x: Any) -> Any:
         return x @ self.weight + self.bias
     env = environment()
     value, weight, bias = (env.t2j_iso(tensor) for tensor in (x, self.weight, self.bias))
-    parts = op_lowerings.linear_parts(value, weight.reshape(width, 3, width), bias.reshape(3, width))
+    parts = op_lowerings.linear(value, weight.reshape(width, 3, width), bias.reshape(3, width), inner=0)
     return _fused_type()(parts, env)
 
 

@@ -4,7 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
+from autoshard.errors import UserError
 from autoshard.program.jax.layer_stack import Pipeline, read_pipeline
+from autoshard.program.kernels.eight_bits import EightBits, parse_eight_bits
 from autoshard.program.moe.experts import ExpertForm
 from autoshard.program.torch.layer_remat import parse_remat
 
@@ -32,6 +34,7 @@ class StepOptions(TypedDict, total=False):
     stages: int | None
     schedule: str | None
     lora: str | None
+    quantize: str | None
 
 
 class ModuleOptions(StepOptions, total=False):
@@ -90,6 +93,8 @@ class LayerForms:
     """Tokens of the busiest device of experts, relative to the mean over devices; at least 1."""
     pipeline: Pipeline | None = None
     """Stages that the repeated layers are cut into; None for none."""
+    quantize: EightBits | None = None
+    """Form of 8 bits in which linear layers are multiplied; None for none."""
 
 
 def given_options(function: str, kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,13 +116,19 @@ def read_layers(given: Mapping[str, Any]) -> LayerForms:
 
     `experts` stays None, since that form depends on the module. One stage, or no `stages`, makes no pipeline.
 
-    Raises `UserError` for a remat policy that cannot be parsed, and for a pipeline that cannot be.
+    Raises `UserError` for a remat policy or a form of 8 bits that cannot be parsed, and for a pipeline that cannot be.
+    8 bits in a forward pass, and of adapters, raise it too.
     """
     names = ("remat", "scan", "attention", "exchange", "capacity_factor", "imbalance")
     forms = LayerForms(**{name: given[name] for name in names if name in given})
     parse_remat(forms.remat)
+    form = parse_eight_bits(given.get("quantize"))
+    if form is not None and not given.get("train"):
+        raise UserError("--quantize is for training steps; add --train, or leave it out.")
+    if form is not None and given.get("lora") is not None:
+        raise UserError("--quantize: frozen weights have no training in 8 bits; leave it or --lora out.")
     pipeline = read_pipeline(*(given.get(name) for name in ("stages", "microbatches", "schedule")))
-    return dataclasses.replace(forms, pipeline=pipeline)
+    return dataclasses.replace(forms, pipeline=pipeline, quantize=form)
 
 
 def read_training(given: Mapping[str, Any], layers: LayerForms, own_loss: bool = False) -> TrainOptions | None:

@@ -13,6 +13,7 @@ from autoshard.program.moe.experts import ExpertForm, capacity
 from autoshard.program.remat_marks import check_names
 from autoshard.program.remat_policy import Policy
 from autoshard.program.source_choices import check_exchange_name
+from autoshard.program.torch.eight_bit_layers import computed_in_eight_bits, eight_bit_note
 from autoshard.program.torch.layer_remat import numbered_layers, parse_remat, remat_text, split_blocks
 from autoshard.program.torch.layer_scan import checkpointed_lists, scanned
 from autoshard.program.torch.low_rank import is_cast
@@ -88,6 +89,7 @@ class TorchFunction:
         self.frozen_apart, self.stateful = frozen_apart, stateful
         self.attention = check_kernel(forms.attention)
         self.exchange = check_exchange_name(forms.exchange)
+        self.quantize = forms.quantize
         self.savable: dict[str, None] = {}
         """Paths of the layers' values that a remat policy may name, as recorded in the traces so far."""
         self.updated_buffers: dict[str, Any] = {}
@@ -263,15 +265,15 @@ class TorchFunction:
 
     @contextlib.contextmanager
     def as_eager(self, wide: bool) -> Iterator[None]:
-        """Compute like eager torch while inside: in the weights' dtype, with plain attention, and with slots for all
-        tokens.
+        """Compute like eager torch while inside: in the weights' dtype, without matmuls of 8 bits, with plain
+        attention, and with slots for all tokens.
 
         The settings are restored on exit. `wide` adds computation in 64 bits; if it is False, a wide function stays
         wide.
         """
-        names = ("compute_dtype", "attention", "experts", "capacity_factor", "wide")
+        names = ("compute_dtype", "attention", "experts", "capacity_factor", "wide", "quantize")
         before = {name: getattr(self, name) for name in names}
-        self.compute_dtype, self.attention, self.wide = None, "plain", wide or self.wide
+        self.compute_dtype, self.attention, self.wide, self.quantize = None, "plain", wide or self.wide, None
         if (self.experts or ExpertForm()).limited:
             self.experts, self.capacity_factor = ExpertForm(all_slots=True), None
         try:
@@ -386,6 +388,7 @@ class TorchFunction:
             length = _sequence_length(args, kwargs)
             stack.enter_context(capacity(self.capacity_factor, self.notes, self.experts, self.imbalance, length))
             stack.enter_context(attention_kernel(self.attention, self.notes, self.exchange))
+            stack.enter_context(computed_in_eight_bits(self.module, self.layers, self.quantize))
             remat = LayerRemat(self._remat_of, self.savable, self.frozen_apart)
             stack.enter_context(scanned(self.module, self.blocks, layers, prepare, remat, env, self.compared))
             stack.enter_context(checkpointed_lists(self.module, self.blocks, remat, env))
@@ -519,6 +522,8 @@ class TorchFunction:
                 reason = "the hidden state between two layers is used elsewhere"
                 self._give_up(self.blocks, writes if isinstance(error, SharedWriteError) else reason)
         self.notes += self.mode.notes() if self.mode is not None else ()
+        if self.quantize is not None:
+            self.notes.append(eight_bit_note(self.module, self.layers, self.quantize, label))
         if self.assigned:
             name, more = next(iter(self.assigned)), len(self.assigned) - 1
             self.notes.append(

@@ -89,6 +89,7 @@ def from_torch(
     - `lora`: trains low-rank adapters of a copy of the module and freezes its parameters: `16` or
       `r=16,alpha=32,targets=q_proj/v_proj,base=nf4`. `base` (`int8`, `int4` or `nf4`) stores the weights of linear
       layers in 8 or 4 bits.
+    - `quantize`: `int8` or `fp8` multiplies the linear layers of repeated layers in 8 bits, in both passes of a step.
 
     Raises `UserError` if an operation has no lowering or the call fails.
     """

@@ -9,6 +9,7 @@ from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.program import model_flops
+from autoshard.program.kernels.eight_bits import dot, rounds
 
 
 def operation_table() -> dict[Any, Callable[..., Any]]:
@@ -66,14 +67,14 @@ def operation_table() -> dict[Any, Callable[..., Any]]:
     }
 
 
-def linear(x: Any, weight: Any, bias: Any = None) -> Any:
+def linear(x: Any, weight: Any, bias: Any = None, inner: int = -1) -> Any:
     """Multiply `x` [..., in] by `weight` [out, in], or one row [in], without merging the leading dims; return [...,
     out].
-    """
-    import jax
 
-    result = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (weight.ndim - 1,)), ((), ())))
-    model_flops.record_matmul(result.shape, weight.shape[-1])
+    `inner` is the dim `in` of the weight, whose other dims are those of the result.
+    """
+    result = dot(x, weight, (inner % weight.ndim,))
+    model_flops.record_matmul(result.shape, weight.shape[inner])
     return result if bias is None else result + bias
 
 
@@ -82,18 +83,6 @@ def take_along_dim(x: Any, indices: Any, dim: int | None = None) -> Any:
     import jax.numpy as jnp
 
     return jnp.take_along_axis(x, indices, axis=dim)
-
-
-def linear_parts(x: Any, weight: Any, bias: Any) -> Any:
-    """Return [..., parts, out]: several linear layers in one matmul.
-
-    `x` is [..., in], `weight` [in, parts, out] and `bias` [parts, out].
-    """
-    import jax
-
-    result = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (0,)), ((), ())))
-    model_flops.record_matmul(result.shape, weight.shape[0])
-    return result + bias
 
 
 def addmm(bias: Any, x: Any, weight: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
@@ -113,7 +102,7 @@ def matmul(x: Any, y: Any) -> Any:
     """
     import jax.numpy as jnp
 
-    result = jnp.matmul(x, y)
+    result = dot(x, y, (0,)) if rounds() and y.ndim == 2 else jnp.matmul(x, y)
     model_flops.record_matmul(result.shape, x.shape[-1])
     return result
 
