@@ -115,6 +115,13 @@ class Collectives:
             seconds += np.maximum(level.latency, size * level.per_byte)
         return seconds * self.phases(kind)
 
+    def network_share(self, kind: Kind, axes: tuple[str, ...]) -> float:
+        """Return the share, 0 to 1, of the seconds per byte of a collective that its bytes between slices take."""
+        group = self._group(kind, axes)
+        levels = self._levels_of(kind, group) if group else ()
+        outermost = {link for link, _, _ in self._by_link(group)[:1]}
+        return levels[0].per_byte / sum(level.per_byte for level in levels) if outermost == {"network"} else 0.0
+
     def time_of_groups(
         self, kind: Kind, groups: NDArray[np.int32], size_bytes: NDArray[np.float64]
     ) -> NDArray[np.float64]:
