@@ -118,9 +118,10 @@ class Collectives:
     def network_share(self, kind: Kind, axes: tuple[str, ...]) -> float:
         """Return the share, 0 to 1, of the seconds per byte of a collective that its bytes between slices take."""
         group = self._group(kind, axes)
-        levels = self._levels_of(kind, group) if group else ()
-        outermost = {link for link, _, _ in self._by_link(group)[:1]}
-        return levels[0].per_byte / sum(level.per_byte for level in levels) if outermost == {"network"} else 0.0
+        if not any(segment.kind == "network" for axis in group for segment in self.mesh.segments(axis)):
+            return 0.0
+        outermost, *others = (level.per_byte for level in self._levels_of(kind, group))
+        return outermost / (outermost + sum(others))
 
     def time_of_groups(
         self, kind: Kind, groups: NDArray[np.int32], size_bytes: NDArray[np.float64]

@@ -248,7 +248,7 @@ def hiding_shares(
     """Return the hidden shares of a collective (`Charge.hides`): of all of it, and of the transfer of its bytes.
 
     A collective that is pipelined into a matmul is a loop of permutes, each with its launch and its hop. Only the
-    transfer of bytes beyond these can be hidden. Of a collective in levels, sends and receives between slices can be.
+    transfer of bytes beyond these can be hidden. A collective in levels hides its sends and receives between slices.
     """
     figures = prices.calibration
     fixed = (PIPELINED, LEVEL_BETWEEN)
