@@ -65,6 +65,7 @@ from autoshard.cost.pipeline_schedules import StageWork as StageWork
 from autoshard.cost.pipeline_schedules import Timetable as Timetable
 from autoshard.cost.pipeline_schedules import make_schedule as make_schedule
 from autoshard.cost.pipeline_schedules import timetable as timetable
+from autoshard.cost.step_bill import LEVEL_BETWEEN as LEVEL_BETWEEN
 from autoshard.cost.step_bill import PIPELINED as PIPELINED
 from autoshard.cost.step_bill import TRAFFIC as TRAFFIC
 from autoshard.cost.step_bill import WHOLLY as WHOLLY

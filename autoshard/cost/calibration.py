@@ -56,7 +56,9 @@ class Calibration:
     network_efficiency: float
     """Share of peak network bandwidth that transfers between slices or islands reach."""
     network_contention: float
-    """Slowdown of a transfer between slices for every further slice, from shared switches and the slowest slice."""
+    """Slowdown of a transfer between slices for every further slice, from shared switches."""
+    slice_spread: float
+    """Standard deviation of the compute time of one slice in one step, as a share; a step waits for the slowest."""
     network_latency_s: float
     """Least seconds of one step between slices or islands."""
     shared_memory_traffic: float
@@ -118,6 +120,7 @@ class Calibration:
             collective_launch_s=0.0,
             network_efficiency=1.0,
             network_contention=0.0,
+            slice_spread=0.0,
             network_latency_s=0.0,
             grid_step_s=0.0,
             row_copy_s=0.0,

@@ -103,6 +103,14 @@ class Chip:
     """Source of each group of figures in `SOURCES`."""
 
     @property
+    def loops_weight_gathers(self) -> bool:
+        """True if the compiler walks gathers of weights at wide matmuls in loops of permutes.
+
+        libtpu 0.0.51 does so where SparseCores run collectives by default, and on no other TPU.
+        """
+        return self.sparse_core_collectives == BY_DEFAULT
+
+    @property
     def traits(self) -> Backend:
         """The traits of the chip's backend."""
         return BACKENDS[self.backend]

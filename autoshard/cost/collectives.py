@@ -115,6 +115,14 @@ class Collectives:
             seconds += np.maximum(level.latency, size * level.per_byte)
         return seconds * self.phases(kind)
 
+    def network_share(self, kind: Kind, axes: tuple[str, ...]) -> float:
+        """Return the share, 0 to 1, of the seconds per byte of a collective that its bytes between slices take."""
+        group = self._group(kind, axes)
+        if not any(segment.kind == "network" for axis in group for segment in self.mesh.segments(axis)):
+            return 0.0
+        outermost, *others = (level.per_byte for level in self._levels_of(kind, group))
+        return outermost / (outermost + sum(others))
+
     def time_of_groups(
         self, kind: Kind, groups: NDArray[np.int32], size_bytes: NDArray[np.float64]
     ) -> NDArray[np.float64]:

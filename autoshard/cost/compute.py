@@ -1,6 +1,7 @@
 """Seconds of matmuls and memory-bound ops on one device, and bytes of arrays."""
 
 import math
+import statistics
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -36,6 +37,12 @@ class Compute:
         self.calibration = calibration or load_calibration(topology.chip)
         self.rates = matmul_rates(topology.chip) if self.calibration.measured else None
         """Rates of matmuls by shape, where they were measured."""
+        self.slowest = slowest_share(topology.slices if topology.traits.torus else 1, self.calibration.slice_spread)
+        """Compute time of the slowest slice over that of a mean one, since every step waits for all slices."""
+
+    def _peak(self, dtype: str) -> float:
+        """Return the peak matrix FLOP/s of one device, slowed down to the slowest slice."""
+        return self.topology.peak_flops(dtype) / self.slowest
 
     def matmul_efficiency(self, m: ArrayLike, n: ArrayLike, k: ArrayLike, batch: ArrayLike = 1) -> NDArray[np.float64]:
         """Return the share of peak that `batch` matmuls `[m, k] x [k, n]` reach: the large-matmul figure less padding.
@@ -71,7 +78,7 @@ class Compute:
         """
         m, n, k, batch = (np.asarray(x, dtype=np.float64) for x in (m, n, k, batch))
         flops = 2.0 * m * n * k * batch
-        return flops / (self.topology.peak_flops(dtype) * self.matmul_efficiency(m, n, k, batch))
+        return flops / (self._peak(dtype) * self.matmul_efficiency(m, n, k, batch))
 
     def dot_seconds(
         self,
@@ -134,7 +141,7 @@ class Compute:
         edge = self.topology.chip.mxu_edge
         scores = np.asarray(scores, dtype=np.float64)
         padded = sum(float(-(-size // edge) * edge) for size in (head, value_head)) / 2.0
-        rate = self.topology.peak_flops(dtype) * self.calibration.matmul_efficiency
+        rate = self._peak(dtype) * self.calibration.matmul_efficiency
         busy = 2.0 * scores * padded * matmuls / rate
         vector = self.vector_seconds(scores * (matmuls * self.calibration.attention_ops))
         return np.maximum(smooth_max(busy, vector), self.memory_seconds(size_bytes)) + self.calibration.op_overhead_s
@@ -186,7 +193,7 @@ class Compute:
 
         The rate is `Calibration.memory_efficiency` of the peak; no overhead is added.
         """
-        rate = self.topology.memory_bytes_per_s * self.calibration.memory_efficiency
+        rate = self.topology.memory_bytes_per_s * self.calibration.memory_efficiency / self.slowest
         if on_chip and self.topology.chip.vmem_over_hbm_bandwidth:
             rate *= self.topology.chip.vmem_over_hbm_bandwidth
         return np.asarray(size_bytes, dtype=np.float64) / rate
@@ -230,7 +237,7 @@ class Compute:
 
     def vector_seconds(self, flops: ArrayLike) -> NDArray[np.float64]:
         """Return the time of elementwise FLOPs in the vector units; devices of a `cpu:N` share the machine's cores."""
-        rate = self.calibration.vector_flops_per_s
+        rate = self.calibration.vector_flops_per_s / self.slowest
         if self.topology.traits.shares_machine:
             rate *= self.topology.host_cores / self.topology.num_devices
         return np.asarray(flops, dtype=np.float64) / rate
@@ -244,7 +251,7 @@ class Compute:
         - `efficiency`: share of the peak (default: that of a large matmul). No overhead is added.
         """
         share = self.calibration.matmul_efficiency if efficiency is None else np.asarray(efficiency, dtype=np.float64)
-        return np.asarray(flops, dtype=np.float64) / (self.topology.peak_flops(dtype) * share)
+        return np.asarray(flops, dtype=np.float64) / (self._peak(dtype) * share)
 
     def op_seconds(
         self, flops: ArrayLike, size_bytes: ArrayLike, dtype: str = "bf16", efficiency: ArrayLike | None = None
@@ -257,8 +264,19 @@ class Compute:
         flops = np.asarray(flops, dtype=np.float64)
         size = np.asarray(size_bytes, dtype=np.float64)
         share = self.calibration.matmul_efficiency if efficiency is None else np.asarray(efficiency, dtype=np.float64)
-        busy = np.maximum(flops / (self.topology.peak_flops(dtype) * share), self.memory_seconds(size))
+        busy = np.maximum(flops / (self._peak(dtype) * share), self.memory_seconds(size))
         return np.where((flops > 0) | (size > 0), busy + self.calibration.op_overhead_s, 0.0)
+
+
+def slowest_share(slices: int, spread: float) -> float:
+    """Return the expected time of the slowest of some slices over the mean time of a slice.
+
+    Times are normally distributed with the standard deviation `spread`, as a share of the mean. Blom's formula has the
+    expected largest of n values.
+    """
+    if slices == 1:
+        return 1.0
+    return 1.0 + spread * statistics.NormalDist().inv_cdf((slices - 0.375) / (slices + 0.25))
 
 
 def smooth_max(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:

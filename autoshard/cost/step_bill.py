@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost.calibration import Calibration
-from autoshard.cost.collectives import KINDS, Collectives, links
+from autoshard.cost.collectives import KINDS, Collectives, Kind, links
 from autoshard.cost.compute import Compute
 from autoshard.cost.device_mesh import Mesh, make_mesh
 from autoshard.cost.topology import Topology
@@ -28,6 +28,8 @@ WHOLLY = "wholly"
 """Entry of `Charge.hides`: the whole collective overlaps with compute, for any figures."""
 PIPELINED = "pipelined_overlap"
 """Entry of `Charge.hides`: the figure that hides only the transfer of a collective's bytes."""
+LEVEL_BETWEEN = "level between slices"
+"""Entry of `Charge.hides`: `network_overlap` hides the bytes that a collective in levels sends between slices."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -154,7 +156,8 @@ class Bill:
             axes = tuple(batch.properties["axes"])
             full, least = (prices.time(batch.op, axes, size) for size in (batch.amounts[0], 0.0))  # type: ignore[arg-type]
             seconds = float(full @ batch.counts)
-            hidden = float(hidden_seconds(hiding_shares(calibration, batch.hides), full, least) @ batch.counts)
+            shares = hiding_shares(prices, batch.hides, batch.op, axes)  # type: ignore[arg-type]
+            hidden = float(hidden_seconds(shares, full, least) @ batch.counts)
             for lane in {link_of[axis] for axis in axes if axis in link_of} if hidden else ():
                 lanes[batch.block, lane] += hidden
             waits[batch.op] += seconds - hidden
@@ -239,14 +242,20 @@ def hidden_shares(traffic: Mapping[str, tuple[float, float]]) -> dict[str, float
     }
 
 
-def hiding_shares(calibration: Calibration, hides: Collection[str]) -> tuple[float, float]:
+def hiding_shares(
+    prices: Collectives, hides: Collection[str], kind: Kind, axes: tuple[str, ...]
+) -> tuple[float, float]:
     """Return the hidden shares of a collective (`Charge.hides`): of all of it, and of the transfer of its bytes.
 
     A collective that is pipelined into a matmul is a loop of permutes, each with its launch and its hop. Only the
-    transfer of bytes beyond these can be hidden.
+    transfer of bytes beyond these can be hidden. A collective in levels hides its sends and receives between slices.
     """
-    whole = (1.0 if figure == WHOLLY else getattr(calibration, figure) for figure in hides if figure != PIPELINED)
-    return max(whole, default=0.0), calibration.pipelined_overlap if PIPELINED in hides else 0.0
+    figures = prices.calibration
+    fixed = (PIPELINED, LEVEL_BETWEEN)
+    whole = (1.0 if figure == WHOLLY else getattr(figures, figure) for figure in hides if figure not in fixed)
+    pipelined = figures.pipelined_overlap if PIPELINED in hides else 0.0
+    between = figures.network_overlap * prices.network_share(kind, axes) if LEVEL_BETWEEN in hides else 0.0
+    return max(whole, default=0.0), max(pipelined, between)
 
 
 def hidden_seconds(shares: tuple[Any, Any], seconds: Any, least: Any) -> NDArray[np.float64]:

@@ -154,9 +154,17 @@ def _dtype(stated: Mapping[str, Any]) -> str:
     return "fp8" if re.search(r"fp8|float8", text) else "bf16"
 
 
+_POWER_W = {"a100": 400, "h100": 700, "h200": 700, "b200": 1000}
+"""Power at which the rates in a chip's file hold, in watts, by NVIDIA's data sheets of SXM boards."""
+
+
 def gpu_place(place: Topology, hardware: str) -> Topology:
-    """Return a topology with the memory that the hardware's text states, such as `H100 96GB HBM2e 2.4TB/s`."""
+    """Return a topology with the memory and clock of a text such as `H100 96GB HBM2e 2.4TB/s, 500 W power limit`.
+
+    Power grows with the cube of the clock, since the voltage grows with the clock. Matrix rates follow the clock.
+    """
     size, rate = re.search(r"(\d+) ?GB\b(?!/s)", hardware), re.search(r"([\d.]+) ?TB/s", hardware)
+    limit = re.search(r"(\d+) ?W\b", hardware)
     chip = place.chip
     if size is not None and abs(int(size[1]) * 1e9 / chip.hbm_bytes - 1.0) > 0.1:
         more = int(size[1]) * 2**30 - chip.hbm_bytes
@@ -164,4 +172,8 @@ def gpu_place(place: Topology, hardware: str) -> Topology:
         chip = dataclasses.replace(chip, **changed)
     if rate is not None:
         chip = dataclasses.replace(chip, memory_bytes_per_s=float(rate[1]) * 1e12)
+    if limit is not None and int(limit[1]) < _POWER_W.get(chip.name, 0):
+        clock = (int(limit[1]) / _POWER_W[chip.name]) ** (1 / 3)
+        peaks = {dtype: peak * clock for dtype, peak in chip.peak_flops_per_s.items()}
+        chip = dataclasses.replace(chip, peak_flops_per_s=peaks, clock_hz=chip.clock_hz * clock)
     return dataclasses.replace(place, chip=chip) if chip is not place.chip else place

@@ -206,6 +206,9 @@ def unseen_seconds(model: Model, choices: NDArray[np.int64], run: Run | ServingR
     - `source`: result of `source_group`.
     """
     figures = with_flags(without_source(run.topology.chip.name, source), run.flags).calibration
+    # Nothing was fitted to the source.
+    if figures == model.collectives.calibration:
+        return evaluate(model, choices).step_time_s
     reading = AnalysedProgram(
         model.graph, model.structure, model.liveness, find_groups(model.program, model.graph, model.structure)
     )

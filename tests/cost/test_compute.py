@@ -191,3 +191,23 @@ def test_what_is_fused_with_a_matmul_is_read_once(chip: str) -> None:
     twice = compute.dot_seconds(16384, 16384, 16384, 1, "bf16", size, 2 * more)
     assert twice - longest == pytest.approx(float(compute.memory_seconds(more)), rel=0.01)
     assert compute.dot_seconds(16384, 16384, 16384, 1, "bf16", size, 0.0) == compute.dot_seconds(16384, 16384, 16384)
+
+
+@pytest.mark.parametrize("slices", [2, 4, 32])
+def test_compute_over_slices_takes_the_expected_time_of_the_slowest(slices: int) -> None:
+    """Compare with the mean of the largest of so many random times."""
+    one, many = _compute("v5e:4x4"), _compute(f"v5e:4x4*{slices}")
+    spread = one.calibration.slice_spread
+    times = np.random.default_rng(0).normal(1.0, spread, (20_000, slices))
+    expected = times.max(axis=1).mean()
+    assert 0.0 < spread and many.slowest == pytest.approx(expected, abs=0.05 * spread)
+    for seconds in (
+        lambda compute: compute.matmul_seconds(8192, 8192, 8192),
+        lambda compute: compute.memory_seconds(1e9),
+        lambda compute: compute.vector_seconds(1e12),
+    ):
+        assert float(seconds(many)) == pytest.approx(many.slowest * float(seconds(one)))
+
+
+def test_islands_of_gpus_are_priced_without_a_spread() -> None:
+    assert _compute("h100:8*4").slowest == 1.0

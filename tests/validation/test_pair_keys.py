@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from autoshard.cost import Topology
 from autoshard.program import KernelBlocks
 from autoshard.validation import validate_pairs
 from autoshard.validation.pair_rows import MeasuredPlan, read_groups
@@ -148,6 +149,19 @@ def test_runs_of_eager_frameworks_have_their_degrees_and_microbatches(tmp_path: 
     assert row.gpu.topology.chip.memory_bytes_per_s == 2.4e12
     (priced,) = validate_pairs(write(tmp_path, group({"plan": plan}, fixed=stated, model=model, **GPU)))
     assert priced.rows[0].predicted_s is not None and priced.rows[0].fits
+
+
+@pytest.mark.parametrize(("power", "clock"), [(", 350 W power limit", 0.7937), (", 700 W", 1.0), ("", 1.0)])
+def test_a_limit_of_power_lowers_the_clock_of_gpus(tmp_path: pathlib.Path, power: str, clock: float):
+    """Halve the power: the clock is the cube root of a half."""
+    stated = {"framework": "torchtitan", "remat": "full", "seq": 512, "global_batch": 16}
+    given = GPU | {"hardware": f"H100 SXM{power}"}
+    row = read(tmp_path, {"mesh": "fsdp=16"}, fixed=stated, model=MODEL | {"family": "llama3.1-8b"}, **given)
+    assert row.gpu is not None
+    known, limited = Topology.parse("h100:8*2"), row.gpu.topology
+    for dtype in ("bf16", "fp8"):
+        assert limited.peak_flops(dtype) == pytest.approx(clock * known.peak_flops(dtype), rel=1e-4)
+    assert limited.chip.memory_bytes_per_s == known.chip.memory_bytes_per_s
 
 
 def test_a_public_model_has_the_dims_of_its_name(tmp_path: pathlib.Path):

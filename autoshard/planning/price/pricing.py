@@ -20,6 +20,7 @@ from autoshard.planning.space.op_strategies import result_states
 from autoshard.planning.space.overlap import (
     ALONE,
     AT_NARROW,
+    READING,
     Overlap,
     alone_between_loops,
     ends_of_step,
@@ -115,6 +116,7 @@ class _Pricer(NodePricer):
         super().__init__(*what)
         self.reshards: list[Reshard] = []
         self.equal: dict[tuple[object, ...], Path] = {}
+        self.op_node: dict[int, int] = {}
         self.narrows: dict[tuple[object, ...], NDArray[np.bool_] | None] = {}
         self.paths: dict[tuple[object, ...], dict[str, Seconds]] = {} if tables is None else tables.of(self.mesh)
         self.path_prices = PathPrices(self.collectives, self.link_of)
@@ -129,7 +131,7 @@ class _Pricer(NodePricer):
         """
         cluster_node = tuple(range(len(self.structure.clusters)))
         self.add_clusters()
-        op_node = {}
+        op_node = self.op_node
         for op in self.structure.heavy:
             op_node[op] = len(self.nodes)
             self.add_heavy(self.graph.ops[op])
@@ -412,9 +414,19 @@ class _Pricer(NodePricer):
         `pipelined_columns`. None if neither end is the op of the use, or if `overlap` is not that of a matmul. None
         also if no alternative is too narrow.
         """
+        if overlap not in AT_NARROW:
+            return None
+        if overlap is Overlap.PARAMETERS_AT_MATMUL and self.nodes[target].kind == "copy":
+            # Several ops read the copy. It is gathered in a loop if the first one is wide enough however it is split.
+            op = self.graph.ops[use.op]
+            columns = macs_per_element(
+                op, op.operands.index(use.tensor), self.nodes[self.op_node[op.id]].states, self.axes
+            )
+            narrow = columns.min() < self.collectives.calibration.pipelined_columns
+            return np.ones(len(self.nodes[target].states), dtype=bool) if narrow else None
         for number, is_result in ((source, True), (target, False)):
             node = self.nodes[number]
-            if overlap in AT_NARROW and node.kind == "op" and node.ref == use.op:
+            if node.kind == "op" and node.ref == use.op:
                 op = self.graph.ops[use.op]
                 side = len(op.operands) if is_result else use.operand
                 key = (id(op.rule), side, node.states.shape, node.states.tobytes())
@@ -434,7 +446,7 @@ class _Pricer(NodePricer):
         if op < 0:
             return Overlap.NONE
         overlap = self.overlap_anywhere(source, target, op)
-        at_end = op in (self.first if overlap is Overlap.PARAMETERS else self.last)
+        at_end = op in (self.first if overlap in READING else self.last)
         return ALONE.get(overlap, overlap) if op in self.alone or at_end else overlap
 
     def overlap_anywhere(self, source: int, target: int, op: int) -> Overlap:
@@ -444,15 +456,17 @@ class _Pricer(NodePricer):
         at a dot these are `GRADIENTS_AT_MATMUL`. Others are hidden next to a dot only.
         """
         origin = self.nodes[source]
+        at_matmul = self.graph.ops[op].kind == "dot_general"
         cluster = origin.ref if origin.kind == "cluster" else -1
         if origin.kind == "copy":
             cluster = self.structure.cluster_of[origin.ref]
         end = self.nodes[target]
         if cluster in self.stored:
             # A gather for the update itself runs next to the update, where no matmul is left to hide it.
-            updating = end.kind == "cluster" and end.ref in self.updated
-            return Overlap.NETWORK if updating else Overlap.PARAMETERS
-        at_matmul = self.graph.ops[op].kind == "dot_general"
+            if end.kind == "cluster" and end.ref in self.updated:
+                return Overlap.NETWORK
+            loops = at_matmul and self.mesh.topology.chip.loops_weight_gathers
+            return Overlap.PARAMETERS_AT_MATMUL if loops else Overlap.PARAMETERS
         if end.kind == "cluster" and end.ref in self.updated and cluster not in self.updated:
             return Overlap.GRADIENTS_AT_MATMUL if at_matmul else Overlap.GRADIENTS
         return Overlap.MATMUL if at_matmul else Overlap.NONE

@@ -147,7 +147,8 @@ class PathPrices:
         """
         if (overlap, kind) not in self._shares:
             figures = [hiding_figures(self.collectives, overlap, kind, axes) for axes in self._every]
-            shares = [hiding_shares(self.collectives.calibration, hides) for hides in figures]
+            every = zip(figures, self._every, strict=True)
+            shares = [hiding_shares(self.collectives, hides, kind, axes) for hides, axes in every]
             self._shares[overlap, kind] = np.array(shares).T
         return self._shares[overlap, kind]
 

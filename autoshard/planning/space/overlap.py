@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence, Set
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost import PIPELINED, WHOLLY, Collectives, Mesh, hidden_seconds, hiding_shares
+from autoshard.cost import LEVEL_BETWEEN, PIPELINED, WHOLLY, Collectives, hidden_seconds, hiding_shares
 from autoshard.graph import Op, OpGraph, Structure
 from autoshard.planning.space.decision_model import EXPOSED, Channel
 from autoshard.planning.xla.axis_assignments import WHOLE, States, local_elements
@@ -23,6 +23,8 @@ class Overlap(enum.StrEnum):
     """No overlap: all of the reshard is exposed."""
     PARAMETERS = "parameters"
     """Wait for parameters only, so the reshard may begin early."""
+    PARAMETERS_AT_MATMUL = "parameters at a matmul"
+    """Wait for parameters only, at a matmul into which the compiler may pipeline the reshard."""
     GRADIENTS = "gradients"
     """Sum of a gradient, which only the update waits for."""
     MATMUL = "matmul"
@@ -37,6 +39,7 @@ class Overlap(enum.StrEnum):
 
 AT_NARROW = {
     Overlap.MATMUL: Overlap.NONE,
+    Overlap.PARAMETERS_AT_MATMUL: Overlap.PARAMETERS,
     Overlap.GRADIENTS_AT_MATMUL: Overlap.GRADIENTS,
     Overlap.NETWORK_AT_MATMUL: Overlap.NETWORK,
 }
@@ -44,10 +47,14 @@ AT_NARROW = {
 
 ALONE = {
     Overlap.PARAMETERS: Overlap.NETWORK,
+    Overlap.PARAMETERS_AT_MATMUL: Overlap.NETWORK,
     Overlap.GRADIENTS: Overlap.NETWORK,
     Overlap.GRADIENTS_AT_MATMUL: Overlap.NETWORK_AT_MATMUL,
 }
 """Overlap that is left at an op that stands alone between loops."""
+
+READING = (Overlap.PARAMETERS, Overlap.PARAMETERS_AT_MATMUL)
+"""Overlaps of reshards that wait for parameters only."""
 
 _EARLY = {
     "all-gather": ("gather_overlap",),
@@ -87,7 +94,8 @@ def hidden_share(collectives: Collectives, overlap: Overlap, kind: str, axes: Se
     - `kind`, `axes`: kind of collective and mesh axes of its group.
     - `size`: bytes as `Collectives.time` counts them.
     """
-    shares = hiding_shares(collectives.calibration, hiding_figures(collectives, overlap, kind, axes))
+    hides = hiding_figures(collectives, overlap, kind, axes)
+    shares = hiding_shares(collectives, hides, kind, tuple(axes))  # type: ignore[arg-type]
     seconds, least = (collectives.time(kind, tuple(axes), what) for what in (size, 0.0))  # type: ignore[arg-type]
     return float(hidden_seconds(shares, seconds, least) / seconds) if seconds else shares[0]
 
@@ -95,8 +103,9 @@ def hidden_share(collectives: Collectives, overlap: Overlap, kind: str, axes: Se
 def hiding_figures(collectives: Collectives, overlap: Overlap, kind: str, axes: Sequence[str]) -> tuple[str, ...]:
     """Return the names of the calibration figures that hide a collective (`Charge.hides`); none if it is exposed.
 
-    Collectives over the network alone, except those at a plain matmul, have a figure of their own. A gather or
-    reduce-scatter at a matmul is also pipelined if its group is small enough, in a loop and within a slice.
+    Collectives over the network alone, except those at a plain matmul, have a figure of their own. So has the level
+    between slices of a gradient's sum, and of a gathered parameter, over slices and chips of a slice. A gather or
+    reduce-scatter at a matmul that is walked in a loop overlaps with that matmul alone.
     """
     if not collectives.can_overlap or overlap is Overlap.NONE:
         return ()
@@ -104,22 +113,25 @@ def hiding_figures(collectives: Collectives, overlap: Overlap, kind: str, axes: 
     kinds = mesh.kinds(axes)
     if overlap is not Overlap.MATMUL and kinds == {"network"}:
         return ("network_overlap",)
-    if overlap is Overlap.PARAMETERS:
-        return _EARLY[kind]
-    figures = ("reduction_overlap",) if overlap in (Overlap.GRADIENTS, Overlap.GRADIENTS_AT_MATMUL) else ()
-    # A collective matmul: XLA turns the gather or scatter into a loop of permutes and partial matmuls.
-    if overlap in AT_NARROW and kind in ("all-gather", "reduce-scatter") and "network" not in kinds:
-        group = math.prod(mesh.axes[axis] for axis in axes)
-        if group <= collectives.calibration.pipelined_max_group and _is_looped(mesh, axes):
-            figures = (*figures, PIPELINED)
-    return figures
+    if overlap in AT_NARROW and kind in ("all-gather", "reduce-scatter") and _is_looped(collectives, axes):
+        # A collective matmul: XLA turns the gather or scatter into a loop of permutes and partial matmuls.
+        return (PIPELINED,)
+    figures: tuple[str, ...] = _EARLY[kind] if overlap in READING else ()
+    if overlap in (Overlap.GRADIENTS, Overlap.GRADIENTS_AT_MATMUL):
+        figures = ("reduction_overlap",)
+    return (*figures, LEVEL_BETWEEN) if figures and mesh.topology.traits.torus and "network" in kinds else figures
 
 
-def _is_looped(mesh: Mesh, axes: Sequence[str]) -> bool:
-    """Return True if a TPU compiler walks a group in a loop of permutes.
+def _is_looped(collectives: Collectives, axes: Sequence[str]) -> bool:
+    """Return True if a compiler walks a group at a wide matmul in a loop of permutes.
 
-    A pair, and a square of two by two chips, is not looped. Devices of other compilers always give True.
+    Groups of more than `Calibration.pipelined_max_group`, and between slices, are not looped. On TPUs a pair, and a
+    square of two by two chips, is not looped either.
     """
+    mesh = collectives.mesh
+    group = math.prod(mesh.axes[axis] for axis in axes)
+    if "network" in mesh.kinds(axes) or group > collectives.calibration.pipelined_max_group:
+        return False
     if not mesh.topology.traits.compiles_ahead:
         return True
     lengths: dict[str, int] = {}

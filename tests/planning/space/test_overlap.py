@@ -39,6 +39,8 @@ FAR = POD.calibration.network_overlap
         (Overlap.PARAMETERS, "all-reduce", ("data",), 0.0),
         (Overlap.GRADIENTS, "all-reduce", ("slice",), FAR),
         (Overlap.GRADIENTS_AT_MATMUL, "reduce-scatter", ("slice",), FAR),
+        (Overlap.PARAMETERS_AT_MATMUL, "all-gather", ("data",), PIPELINED),
+        (Overlap.PARAMETERS_AT_MATMUL, "all-gather", ("data", "model"), EARLY),  # too many devices for a loop
         (Overlap.GRADIENTS, "all-reduce", ("data",), 0.0),
         (Overlap.GRADIENTS_AT_MATMUL, "reduce-scatter", ("data",), PIPELINED),
         (Overlap.GRADIENTS_AT_MATMUL, "reduce-scatter", ("data", "model"), 0.0),
@@ -54,6 +56,37 @@ FAR = POD.calibration.network_overlap
 )
 def test_share(overlap: Overlap, kind: str, axes: tuple[str, ...], expected: float) -> None:
     assert hidden_share(POD, overlap, kind, axes, LARGE) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("overlap", [Overlap.GRADIENTS, Overlap.GRADIENTS_AT_MATMUL])
+def test_only_the_bytes_between_slices_of_a_sum_in_levels_are_hidden(overlap: Overlap) -> None:
+    """Compare the exposed seconds with those of the sum within a slice, whose share the network then reduces."""
+    both, inner = (
+        float(POD.time("all-reduce", axes, LARGE)) for axes in (("slice", "data", "model"), ("data", "model"))
+    )
+    share = hidden_share(POD, overlap, "all-reduce", ("slice", "data", "model"), LARGE)
+    assert (1.0 - share) * both == pytest.approx(inner + (1.0 - FAR) * (both - inner), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("topology", "tokens", "looped"),
+    [("tpu7x:2x2x1", 4096, True), ("tpu7x:2x2x1", 1024, False), ("v5e:2x4", 4096, False)],
+)
+def test_gathers_of_weights_at_wide_matmuls_are_loops_on_one_generation(
+    topology: str, tokens: int, looped: bool
+) -> None:
+    """Look at the second of two matmuls, since nothing hides the first gather of a step."""
+    shapes = {"x": (8 * tokens, 2048), "v": (2048, 2048), "w": (2048, 8192)}
+    given = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
+    program = trace(lambda x, v, w: x @ v @ w, given, roles={"v": "parameter", "w": "parameter"})
+    model = model_of(program, topology, "data=8")
+    _, op = (op for op in model.graph.ops if op.kind == "dot_general")
+    node = model.op_node[op.id]
+    (weight,) = (r for r in model.reshards if r.target == node and r.tensor == op.operands[1])
+    choices = np.zeros(len(model.nodes), dtype=np.int64)
+    rows = next(f for f, size in enumerate(op.rule.sizes) if size == 8 * tokens)
+    (choices[node],) = np.flatnonzero((model.nodes[node].states == rows).all(axis=1))
+    assert (reshard_overlap(model, weight, choices) is Overlap.PARAMETERS_AT_MATMUL) == looped
 
 
 def test_launches_and_hops_of_a_pipelined_collective_are_waited_for() -> None:
