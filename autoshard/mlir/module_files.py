@@ -155,14 +155,15 @@ def label_main(module: Any, arguments: Sequence[tuple[str, str, int | None]], re
     function = main_function(module).operation
     with module.context:
         number = ir.IntegerType.get_signless(32)
-        labelled = [
+        labelled: list[dict[str, Any]] = [
             {_NAME: ir.StringAttr.get(name), _ROLE: ir.StringAttr.get(role)}
             | ({} if result is None else {"tf.aliasing_output": ir.IntegerAttr.get(number, result)})
             for name, role, result in arguments
         ]
-        for key, rows in (("arg_attrs", labelled), ("res_attrs", [{_NAME: ir.StringAttr.get(n)} for n in results])):
+        named: list[dict[str, Any]] = [{_NAME: ir.StringAttr.get(name)} for name in results]
+        for key, rows in (("arg_attrs", labelled), ("res_attrs", named)):
             entries = argument_entries(function, key) or [{} for _ in rows]
-            merged = [ir.DictAttr.get(entry | row) for entry, row in zip(entries, rows, strict=True)]
+            merged = [ir.DictAttr.get({**entry, **row}) for entry, row in zip(entries, rows, strict=True)]
             function.attributes[key] = ir.ArrayAttr.get(merged)
 
 
