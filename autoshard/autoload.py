@@ -58,12 +58,12 @@ class _Loader(importlib.abc.Loader):
 
 
 def _asked() -> bool:
-    """Return True if `XLA_AUTO_SPMD` is `1` or `true`, in any case."""
-    return os.environ.get("XLA_AUTO_SPMD", "").strip().lower() in ("1", "true")
+    """Return True if `XLA_AUTO_SPMD` is set and not `0` or `false`; the installation refuses an unknown answer."""
+    return os.environ.get("XLA_AUTO_SPMD", "").strip().lower() not in ("", "0", "false")
 
 
 def _ready() -> None:
-    """Install the hook if `XLA_AUTO_SPMD` is `1` or `true`, else patch `xr.use_spmd` to install it on demand."""
+    """Install the hook if `XLA_AUTO_SPMD` asks for it, else patch `xr.use_spmd` to install it on demand."""
     import torch_xla.runtime as xr
 
     if _asked():

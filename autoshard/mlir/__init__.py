@@ -39,6 +39,7 @@ from autoshard.mlir.module import location_name as location_name
 from autoshard.mlir.module import main_block as main_block
 from autoshard.mlir.module import main_function as main_function
 from autoshard.mlir.module import main_types as main_types
+from autoshard.mlir.module import make_public as make_public
 from autoshard.mlir.module import new_context as new_context
 from autoshard.mlir.module import numbers_of as numbers_of
 from autoshard.mlir.module import parse_module as parse_module
@@ -54,8 +55,10 @@ from autoshard.mlir.module_files import donated as donated
 from autoshard.mlir.module_files import first_line as first_line
 from autoshard.mlir.module_files import hlo_text_to_proto as hlo_text_to_proto
 from autoshard.mlir.module_files import hlo_to_stablehlo as hlo_to_stablehlo
+from autoshard.mlir.module_files import label_main as label_main
 from autoshard.mlir.module_files import read_file_module as read_file_module
 from autoshard.mlir.module_files import take_entry as take_entry
+from autoshard.mlir.module_files import take_labels as take_labels
 from autoshard.mlir.module_files import to_portable as to_portable
 from autoshard.mlir.module_results import cut_results as cut_results
 from autoshard.mlir.module_results import is_idle_call as is_idle_call

@@ -52,6 +52,14 @@ def main_function(module: Any) -> Any:
     raise UserError("the module has no function named main: give a StableHLO module with a public @main.")
 
 
+def make_public(module: Any) -> None:
+    """Give `@main` public visibility (in place), which modules of other sources state."""
+    from jaxlib.mlir import ir
+
+    with module.context:
+        main_function(module).operation.attributes["sym_visibility"] = ir.StringAttr.get("public")
+
+
 def has_dynamic_shapes(module: Any) -> bool:
     """Return True if an op of `@main` has a result whose shape is not static, such as one with bounds."""
     from jaxlib.mlir import ir

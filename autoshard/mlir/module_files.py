@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 from autoshard.errors import UserError
@@ -125,6 +126,62 @@ def take_entry(module: Any, what: str) -> Entry:
             main.operation.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(entry) for entry in entries])
     aliases |= _module_aliases(module)
     return Entry(arguments, results, names, aliases, dropped)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Labels:
+    """Facts about `main` that autoshard wrote into a file."""
+
+    names: tuple[str, ...]
+    """Names of the arguments."""
+    roles: tuple[str, ...]
+    """Roles of the arguments."""
+    results: tuple[str, ...]
+    """Names of the results."""
+
+
+_NAME, _ROLE = "autoshard.name", "autoshard.role"
+"""Attributes of arguments and results."""
+
+
+def label_main(module: Any, arguments: Sequence[tuple[str, str, int | None]], results: Sequence[str]) -> None:
+    """Write names, roles and updated results of all arguments of `main`, and names of results, as attributes (in
+    place).
+
+    The last part of an entry of `arguments` is the number of the result that reuses the argument's buffer, or None.
+    """
+    from jaxlib.mlir import ir
+
+    function = main_function(module).operation
+    with module.context:
+        number = ir.IntegerType.get_signless(32)
+        labelled: list[dict[str, Any]] = [
+            {_NAME: ir.StringAttr.get(name), _ROLE: ir.StringAttr.get(role)}
+            | ({} if result is None else {"tf.aliasing_output": ir.IntegerAttr.get(number, result)})
+            for name, role, result in arguments
+        ]
+        named: list[dict[str, Any]] = [{_NAME: ir.StringAttr.get(name)} for name in results]
+        for key, rows in (("arg_attrs", labelled), ("res_attrs", named)):
+            entries = argument_entries(function, key) or [{} for _ in rows]
+            merged = [ir.DictAttr.get({**entry, **row}) for entry, row in zip(entries, rows, strict=True)]
+            function.attributes[key] = ir.ArrayAttr.get(merged)
+
+
+def take_labels(module: Any) -> Labels | None:
+    """Return what `label_main` wrote, and remove it (in place); None for a module without labels."""
+    from jaxlib.mlir import ir
+
+    function = main_function(module).operation
+    found: dict[str, list[str]] = {}
+    with module.context:
+        for key, what in (("arg_attrs", _NAME), ("arg_attrs", _ROLE), ("res_attrs", _NAME)):
+            entries = argument_entries(function, key)
+            labels = [entry.pop(what, None) for entry in entries]
+            if not labels or any(label is None for label in labels):
+                return None
+            found[key + what] = [ir.StringAttr(label).value for label in labels]
+            function.attributes[key] = ir.ArrayAttr.get([ir.DictAttr.get(entry) for entry in entries])
+    return Labels(*map(tuple, found.values()))
 
 
 def argument_names(module: Any) -> tuple[str, ...] | None:

@@ -64,6 +64,7 @@ from autoshard.program.program_record import Lifted as Lifted
 from autoshard.program.program_record import Program as Program
 from autoshard.program.program_record import Result as Result
 from autoshard.program.program_record import Role as Role
+from autoshard.program.program_record import step_fingerprint as step_fingerprint
 from autoshard.program.registered_rules import register_rule as register_rule
 from autoshard.program.remat_marks import CONTEXT as CONTEXT
 from autoshard.program.remat_marks import INPUT as INPUT

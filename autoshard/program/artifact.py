@@ -11,7 +11,7 @@ from autoshard.base.files import read_bytes
 from autoshard.errors import UserError
 from autoshard.program import roles as role_rules
 from autoshard.program.jax.trace import trace
-from autoshard.program.program_record import Program, Role
+from autoshard.program.program_record import Program, Role, step_fingerprint
 
 
 MOST_MODULE_BYTES = 1 << 31
@@ -87,10 +87,12 @@ def _from_module(source: bytes | str, file: Path, roles: role_rules.Roles | None
     from jax.core import ShapedArray
 
     module = mlir.read_file_module(source, str(file))
+    labels = mlir.take_labels(module)
     entry = mlir.take_entry(module, str(file))
     ins = [_abstract(aval, f"argument {i}", file) for i, aval in enumerate(entry.arguments)]
     outs = [_abstract(aval, f"result {i}", file) for i, aval in enumerate(entry.results)]
     names = [f"arg{i}" for i in range(len(ins))] if entry.names is None else [_dotted(text) for text in entry.names]
+    names = names if labels is None else list(labels.names)
     uses = mlir.argument_uses(module)
     ties = entry.aliases or _updates(module, uses)
     tree = jax.tree.structure
@@ -133,8 +135,15 @@ def _from_module(source: bytes | str, file: Path, roles: role_rules.Roles | None
         arg_names=names,
         notes=notes,
         ties=ties,
-        evidence=_evidence(uses, ties, names, entry.arguments),
+        evidence=_evidence(uses, ties, names, entry.arguments) if labels is None else [*map(Role, labels.roles)],
     )
+    if labels is not None:
+        named = zip(program.results, labels.results, strict=True)
+        program = dataclasses.replace(
+            program,
+            results=tuple(dataclasses.replace(result, name=name) for result, name in named),
+            fingerprint=step_fingerprint(module, program.arguments),
+        )
     return dataclasses.replace(program, lowerings=None)  # a file has one module
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autoshard.base.providers import provider
+from autoshard.mlir import canonical_text
 
 
 class Role(enum.StrEnum):
@@ -147,3 +148,13 @@ def serialise(ir_module: Any, arguments: Sequence[Argument]) -> tuple[bytes, str
     digest = hashlib.sha256(text.encode())
     digest.update(json.dumps([[a.name, a.role.value] for a in arguments]).encode())
     return buffer.getvalue(), digest.hexdigest()
+
+
+def step_fingerprint(ir_module: Any, arguments: Sequence[Argument]) -> str:
+    """Return the sha256 (hex) of a captured module's canonical text, and of argument names and roles.
+
+    It is the same for the module in memory and in a file that autoshard wrote.
+    """
+    digest = hashlib.sha256(canonical_text(ir_module).encode())
+    digest.update(json.dumps([[a.name, a.role.value] for a in arguments]).encode())
+    return digest.hexdigest()

@@ -118,7 +118,7 @@ def _run_here(mode: str, module: str, name: str) -> dict[str, Any]:
 
     torch.manual_seed(0)
     torch_xla.manual_seed(0)
-    before = _counts(metrics)
+    before, read = _counts(metrics), _bytes_read(metrics)
     script = Script("xla")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -129,6 +129,7 @@ def _run_here(mode: str, module: str, name: str) -> dict[str, Any]:
         "compiles": after["CompileTime"] - before["CompileTime"],
         "executions": after["ExecuteReplicatedTime"] - before["ExecuteReplicatedTime"],
         "reads": after["TransferFromDeviceTime"] - before["TransferFromDeviceTime"],
+        "bytes": _bytes_read(metrics) - read,
         "warned": [str(each.message) for each in caught if "autoshard" in str(each.message)],
     }
 
@@ -136,6 +137,11 @@ def _run_here(mode: str, module: str, name: str) -> dict[str, Any]:
 def _counts(metrics: Any) -> Mapping[str, int]:
     names = ("CompileTime", "ExecuteReplicatedTime", "TransferFromDeviceTime")
     return {name: (metrics.metric_data(name) or (0,))[0] for name in names}
+
+
+def _bytes_read(metrics: Any) -> int:
+    """Return the bytes that the process has copied from devices to the host."""
+    return int((metrics.metric_data("InboundData") or (0, 0))[1])
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ Here the tensor is assembled on the host from its shards instead.
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autoshard.exec.torch_xla_hook.capture.op_events import without_observers
 from autoshard.exec.torch_xla_hook.values.device_kernels import replace_kernels
-from autoshard.exec.torch_xla_hook.values.lazy_tensors import compute, on_xla
+from autoshard.exec.torch_xla_hook.values.lazy_tensors import on_xla, xlac
 
 
 _standing: set[str] = set()
@@ -42,11 +42,10 @@ def keep_out_of_regions() -> None:
     bridge.get_fallback_ops = lambda: [*theirs(), *sorted(_ran)]
 
 
-def stand_in_on_host(whole: Callable[[Any], Any]) -> None:
+def stand_in_on_host() -> None:
     """Replace the kernels of the ops that ran on the host so far, found by PyTorch/XLA's counters.
 
-    `whole(tensor)` reads a tensor that may be split. Ops that are replaced already, and ops that `_op` refuses, are
-    skipped.
+    Ops that are replaced already, and ops that `_op` refuses, are skipped.
     """
     import torch_xla.debug.metrics as metrics
 
@@ -54,7 +53,7 @@ def stand_in_on_host(whole: Callable[[Any], Any]) -> None:
     new = names - _standing
     _standing.update(new)
     ops = {name: op for name in new if (op := _op(name)) is not None}
-    replace_kernels({name: functools.partial(_run, name, op, whole) for name, op in ops.items()})
+    replace_kernels({name: functools.partial(_run, name, op) for name, op in ops.items()})
 
 
 def _op(name: str) -> Any:
@@ -70,19 +69,16 @@ def _op(name: str) -> Any:
     return op if gives_tensors and not takes_device else None
 
 
-def _run(name: str, op: Any, whole: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
+def _run(name: str, op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an op on the host: copy its tensors there, and copy the results and written arguments back.
 
-    - `name`: name of the op, which is recorded as run.
-    - `whole`: reads a tensor that may be split.
-
-    Returns the results on the XLA device; a result that is an argument is that argument's own tensor.
+    `name` of the op is recorded as run. Returns the results on the XLA device; a result that is an argument is that
+    argument's own tensor.
     """
     _ran.add(name)
     given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor) and on_xla(each)]
     with torch.no_grad(), without_observers():
-        compute(given)
-        here = {id(each): _copied(whole(each), "cpu") for each in given}
+        here = {id(each): read for each, read in zip(given, xlac()._xla_get_cpu_tensors(given), strict=True)}
         device_tensors = {id(here[id(each)]): each for each in given}
         made = op(*_each(args, here), **_each(kwargs, here))
         named = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs

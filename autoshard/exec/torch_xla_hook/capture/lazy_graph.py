@@ -1,8 +1,6 @@
 """The pending lazy graph as a module with named, classified arguments."""
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +8,7 @@ from autoshard import mlir
 from autoshard.errors import UserError
 from autoshard.exec.torch_xla_hook.values.lazy_tensors import handles, xlac
 from autoshard.exec.torch_xla_hook.values.live_marks import LiveMesh, UserMarks, is_split, sharding_text
-from autoshard.program import Argument, Program, Result, Role
+from autoshard.program import Argument, Program, Result, Role, step_fingerprint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +57,7 @@ def capture(
     name: str,
     mesh: LiveMesh,
     marks: UserMarks,
-    own_pins: frozenset[tuple[str, tuple[int, ...]]] = frozenset(),
+    own_pins: frozenset[tuple[str, int]] = frozenset(),
 ) -> Capture:
     """Read the graph that computes `roots` and `recorded`; execute nothing.
 
@@ -69,7 +67,7 @@ def capture(
     - `training`, `name`: flag and name of the program.
     - `mesh`: the mesh on which constraints and splits are parsed.
     - `marks`: the script's own marks.
-    - `own_pins`: sharding strings and shapes of an earlier plan's pins.
+    - `own_pins`: sharding strings and ranks of an earlier plan's pins.
 
     Constraints in the graph that the mesh can express stay in it, except our own. Our own are `own_pins`, and those by
     which PyTorch/XLA retains the split of state that is updated in place. The program's notes count the dropped ones. A
@@ -100,19 +98,20 @@ def capture(
         for number, each in enumerate(named)
         if of_data[number] in theirs or (each is not None and marks.holds(each.tensor))
     }
-    ours = {(text, tuple(data[number].shape)) for number, text in shardings.items() if number not in marked} | own_pins
+    ours = {(text, tuple(data[number].shape)) for number, text in shardings.items() if number not in marked}
     own = 0
 
     def read(text: str, shape: tuple[int, ...]) -> tuple[tuple[str, ...], ...] | None:
         """Return the axes of a constraint; None for our own, and for one that the mesh cannot express."""
         nonlocal own
-        if (text, shape) in ours:
+        if (text, shape) in ours or (text, len(shape)) in own_pins:
             own += 1
             return None
         return mesh.read_dims(text, len(shape))
 
     dropped = mlir.constrain_custom_calls(module, "mesh", mesh.sizes, read) - own
     places = mlir.cut_results(module, len(roots))
+    mlir.make_public(module)
     types, result_types = mlir.main_types(module)
     shapes = [full_shapes.get(number, tuple(value.shape)) for number, value in enumerate(data)]
     if shapes != [shape for shape, _ in types]:
@@ -144,7 +143,7 @@ def capture(
         arguments=arguments,
         results=results,
         module=mlir.to_bytes(module),
-        fingerprint=_fingerprint(module, arguments),
+        fingerprint=step_fingerprint(module, arguments),
         training=training,
         notes=(f"{dropped} constraints that the mesh cannot express were dropped.",) if dropped else (),
     )
@@ -193,13 +192,6 @@ def _result_name(labels: Mapping[int, str], root: Any, number: int) -> str:
     if id(root) in labels:
         return f"result.{labels[id(root)]}"
     return f"result.{number}"
-
-
-def _fingerprint(module: Any, arguments: Sequence[Argument]) -> str:
-    """Return a hash of a module's canonical text and of its arguments' names and roles."""
-    digest = hashlib.sha256(mlir.canonical_text(module).encode())
-    digest.update(json.dumps([[a.name, a.role.value] for a in arguments]).encode())
-    return digest.hexdigest()
 
 
 def own_sharding(capture: Capture, number: int | None, mesh: LiveMesh) -> Any:

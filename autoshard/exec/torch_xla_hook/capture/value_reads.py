@@ -1,7 +1,7 @@
 """Detection of reads of a tensor's value, since such a read runs the pending graph inside C++."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from autoshard.exec.torch_xla_hook.values.lazy_tensors import compute, on_xla, xlac
@@ -27,8 +27,12 @@ _WHOLE = ("cpu", "tolist")
 """Methods that copy a tensor of many elements to the host."""
 
 
-def read_whole(whole: Callable[[Any], Any]) -> None:
-    """Make reads and saves of whole tensors on the host read `whole(tensor)` instead, until the process ends."""
+Whole = Callable[[Sequence[Any]], list[Any]]
+"""Function that returns tensors with their values whole, on the host or on the device, in place of split ones."""
+
+
+def read_whole(whole: Whole) -> None:
+    """Make reads and saves of whole tensors on the host read `whole(tensors)` instead, until the process ends."""
     import torch
 
     for name in _WHOLE:
@@ -37,18 +41,27 @@ def read_whole(whole: Callable[[Any], Any]) -> None:
     extension._xla_get_cpu_tensors = _of_all_whole(extension._xla_get_cpu_tensors, whole)
 
 
-def from_shards(tensor: Any) -> Any:
-    """Return a split tensor's values on the host, assembled from its shards without a compilation or a gather.
+def from_shards(tensors: Sequence[Any]) -> list[Any]:
+    """Return split tensors' values on the host, assembled from their shards without a compilation or a gather.
 
-    Returns None if devices of other processes own some shards. Waits for the device's pending work.
+    All shards are read at once. Empty if devices of other processes own some shards. Waits for the device's pending
+    work.
     """
-    import torch
     import torch_xla.runtime as xr
 
-    if xr.addressable_runtime_device_count() != xr.global_runtime_device_count():
-        return None
-    xlac()._xla_wait_device_ops([])
-    (shards,), (places,) = xlac()._get_local_shards([tensor]), xlac()._get_local_shard_replica_and_indices([tensor])
+    if not tensors or xr.addressable_runtime_device_count() != xr.global_runtime_device_count():
+        return []
+    extension = xlac()
+    extension._xla_wait_device_ops([])
+    shards = extension._get_local_shards(list(tensors))
+    places = extension._get_local_shard_replica_and_indices(list(tensors))
+    return [_assembled(*each) for each in zip(tensors, shards, places, strict=True)]
+
+
+def _assembled(tensor: Any, shards: Sequence[Any], places: Sequence[Any]) -> Any:
+    """Return a tensor's values on the host, from its shards and their places."""
+    import torch
+
     values = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     for (shard, _), (replica, place) in zip(shards, places, strict=True):
         if place is Ellipsis:
@@ -58,18 +71,18 @@ def from_shards(tensor: Any) -> Any:
     return values
 
 
-def _of_whole(method: Callable[..., Any], whole: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return a method of tensors that reads `whole(tensor)`."""
+def _of_whole(method: Callable[..., Any], whole: Whole) -> Callable[..., Any]:
+    """Return a method of tensors that reads the whole tensor."""
 
     @functools.wraps(method)
     def read(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        return method(whole(tensor), *args, **kwargs)
+        return method(*whole([tensor]), *args, **kwargs)
 
     return read
 
 
-def _of_all_whole(fetch: Callable[..., Any], whole: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return the function by which PyTorch/XLA fetches tensors that are saved, which then reads `whole` of each; order
+def _of_all_whole(fetch: Callable[..., Any], whole: Whole) -> Callable[..., Any]:
+    """Return the function by which PyTorch/XLA fetches tensors for the host, which then reads whole ones; order
     stays.
     """
     import torch
@@ -78,8 +91,9 @@ def _of_all_whole(fetch: Callable[..., Any], whole: Callable[[Any], Any]) -> Cal
     def read(tensors: Any) -> list[Any]:
         with torch.no_grad():
             compute(tensors)
-            wholes = [whole(each) for each in tensors]
-        rest = iter(fetch([each for each in wholes if on_xla(each)]))
+            wholes = whole(tensors)
+        on_device = [each for each in wholes if on_xla(each)]
+        rest = iter(fetch(on_device) if on_device else ())
         return [next(rest) if on_xla(each) else each for each in wholes]
 
     return read

@@ -234,9 +234,9 @@ class AbstractStep:
         ]
         for handle, (name, tensor) in zip(handles([tensor for _, tensor in ready]), ready, strict=True):
             known.setdefault(handle, Known(name, Role.BATCH, tensor))
-        shapes = {each.whole for each in known.values() if each.whole is not None}
+        ranks = {len(each.whole) for each in known.values() if each.whole is not None}
         # Stand-ins are constrained to be replicated, and PyTorch/XLA constrains their updates likewise.
-        own = frozenset((mesh.write(Spec(((),) * len(shape))), shape) for shape in shapes)
+        own = frozenset((mesh.write(Spec(((),) * rank)), rank) for rank in ranks)
         return capture(self._roots, [], known, self.trains, self._title, mesh, marks, own)
 
     def fixed(self, capture: Capture, mesh: LiveMesh) -> dict[int, Spec]:

@@ -14,8 +14,8 @@ from autoshard.exec.torch_xla_hook.capture.op_events import hidden_from_observer
 from autoshard.exec.torch_xla_hook.capture.value_reads import read_whole
 from autoshard.exec.torch_xla_hook.lifecycle.hook_session import Session
 from autoshard.exec.torch_xla_hook.pins.compiled_regions import pin_regions
-from autoshard.exec.torch_xla_hook.pins.input_placement import PlannedInputs, watch_moves
-from autoshard.exec.torch_xla_hook.planning.runtime_topology import mesh_here
+from autoshard.exec.torch_xla_hook.pins.input_placement import PlannedInputs, answer_here, watch_moves
+from autoshard.exec.torch_xla_hook.planning.step_files import check_here
 from autoshard.exec.torch_xla_hook.values.device_kernels import expand_norms, lower_to_slices
 from autoshard.exec.torch_xla_hook.values.lazy_tensors import leaves, live_on_xla, xlac
 from autoshard.exec.torch_xla_hook.values.live_marks import is_split, sharding_text
@@ -55,8 +55,8 @@ def session() -> Session | None:
 
 
 def asked_by_environment() -> bool:
-    """Return True if `XLA_AUTO_SPMD` is `1` or `true`, in any case."""
-    return os.environ.get(AUTO_VARIABLE, "").strip().lower() in ("1", "true")
+    """Return True if `XLA_AUTO_SPMD` is `1` or `true`, in any case; raise `UserError` for a value that is no answer."""
+    return bool(answer_here(AUTO_VARIABLE, "to plan", "to run as without autoshard"))
 
 
 def install() -> None:
@@ -74,11 +74,11 @@ def install() -> None:
     def use_spmd(auto: bool | None = False) -> None:
         """Turn on auto-sharding if `auto` or the environment asks for it, else only SPMD mode.
 
-        Raises `UserError` as `enable` and `mesh_here` do.
+        Raises `UserError` as `enable` and `check_here` do.
         """
         if auto or asked_by_environment():
             enable(original)
-            mesh_here()
+            check_here()
         else:
             original()
 

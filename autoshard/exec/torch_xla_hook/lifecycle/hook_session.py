@@ -5,10 +5,11 @@ import contextlib
 import functools
 import itertools as it
 import logging
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from autoshard.cost import Topology
 from autoshard.errors import UserError
@@ -25,10 +26,17 @@ from autoshard.exec.torch_xla_hook.pins.input_placement import (
     replay,
     split_inputs,
 )
-from autoshard.exec.torch_xla_hook.pins.later_steps import LaterMarks
+from autoshard.exec.torch_xla_hook.pins.later_steps import LaterMarks, Shaped, shaped
 from autoshard.exec.torch_xla_hook.pins.pinned_values import Pins
 from autoshard.exec.torch_xla_hook.planning.decision_cache import cached_mesh, kept_decision
 from autoshard.exec.torch_xla_hook.planning.runtime_topology import live_mesh, mesh_here, topology_here
+from autoshard.exec.torch_xla_hook.planning.step_files import (
+    RefusedPlan,
+    check_here,
+    given_decision,
+    given_mesh,
+    write_step,
+)
 from autoshard.exec.torch_xla_hook.values.lazy_tensors import (
     become,
     compute,
@@ -70,6 +78,36 @@ _HOST_STEPS = 2
 """Number of steps, from the planned step on, after which all ops that run on the host are known."""
 
 
+_BUCKET = 2.0
+"""Ratio of sizes up to which a call of other shapes runs under a known plan.
+
+A plan for sizes twice as large may split otherwise, which is worth the seconds of planning.
+"""
+
+
+class Signature(NamedTuple):
+    """The properties that give two calls of a module the same graph."""
+
+    module: int
+    """The module's number."""
+    training: bool
+    """The module's training mode."""
+    gradients: bool
+    """True if gradients are enabled."""
+    shapes: tuple[Shaped, ...]
+    """Shapes and dtypes of the tensors among the arguments."""
+
+    def is_like(self, other: "Signature") -> bool:
+        """Return True if another call differs at most in the sizes of dims."""
+        kinds = [[(len(shape), dtype) for shape, dtype in each.shapes] for each in (self, other)]
+        return self[:3] == other[:3] and kinds[0] == kinds[1]
+
+
+def _elements(signature: Signature) -> int:
+    """Return the number of elements of a call's tensors."""
+    return sum(math.prod(shape) for shape, _ in signature.shapes)
+
+
 class Session:
     """Auto-sharding of one process. If `armed`, a step is watched, and the next step boundary plans the pending
     graph.
@@ -94,11 +132,11 @@ class Session:
         """Warnings about steps that could not be planned; each is issued once."""
         self._watch: Watch | None = None
         self._reads = Reads(self.on_read)
-        self._seen: dict[tuple[Any, ...], int | None] = {}
+        self._seen: dict[Signature, int | None] = {}
         """The plan's number for each signature of a planned forward call; None if the call could not be planned."""
-        self._current: set[tuple[Any, ...]] = set()
+        self._current: set[Signature] = set()
         """Signatures of the calls in the watched step."""
-        self._looked: set[tuple[Any, ...]] = set()
+        self._looked: set[Signature] = set()
         """Signatures whose results were read before the script could have asked for gradients."""
         self._known_steps = 0
         """Number of consecutive steps that were planned already."""
@@ -113,11 +151,11 @@ class Session:
         """The mesh of the last plan."""
         self._watched_at_failure = False
         """True if the hook failed while a step was watched."""
-        self._failures: collections.Counter[tuple[Any, ...]] = collections.Counter()
+        self._failures: collections.Counter[Signature] = collections.Counter()
         """Number of steps that could not be planned, by the signatures of their calls."""
-        self._unsure: set[tuple[Any, ...]] = set()
+        self._unsure: set[Signature] = set()
         """Signatures that are planned as inference, though the script could still ask for gradients."""
-        self._settled: set[tuple[Any, ...]] = set()
+        self._settled: set[Signature] = set()
         """Signatures whose plan as inference was dropped, since an optimizer step followed."""
 
     @property
@@ -197,10 +235,10 @@ class Session:
     def await_module(self, module: Any) -> None:
         """Prepare to plan the first step of a module that has moved from the host to the device; watch from now on.
 
-        Raises `UserError` for an environment that names no mesh of the devices: before the first step, not in it.
+        Raises `UserError` as `check_here` does: before the first step, not in it.
         """
         if self.mesh is None:
-            mesh_here()
+            check_here()
         self._moved.add(module)
         self.ahead.moved(module)
         self.arm()
@@ -233,16 +271,38 @@ class Session:
 
         While a step is watched only the batch is marked.
         """
-        self.applied.mark_batch(leaves((args, kwargs), "batch"))
+        signature = self.signature(module, args, kwargs)
+        planned = None if self.armed or signature in self._seen else self._near(signature)
+        tensors = [tensor for _, tensor in leaves((args, kwargs), "batch")]
+        self.applied.mark_batch(tensors, None if planned is None else planned.shapes)
         if self.armed:
             return
-        signature = self.signature(module, args, kwargs)
-        if signature in self._seen:
-            self.applied.now.plan = self._seen[signature]
+        if signature in self._seen or planned is not None:
+            self.applied.now.plan = self._seen[planned or signature]
             return
         self.arm()
         assert self._watch is not None
         self._watch.join(module, args, kwargs)
+
+    def _near(self, signature: "Signature") -> "Signature | None":
+        """Return the planned call, nearest in size, whose plan a call of other shapes runs under; None if it gets
+        its own plan.
+
+        The calls differ in sizes alone, by at most `_BUCKET` in all, and the planned splits divide the new sizes. The
+        plan's peak of memory, grown as the sizes are, still fits.
+        """
+        size = _elements(signature)
+        found: tuple[float, Signature] | None = None
+        for other, number in self._seen.items():
+            if number is None or not signature.is_like(other) or not size:
+                continue
+            ratio = size / max(_elements(other), 1)
+            plan = self.plans[number]
+            if not 1 / _BUCKET <= ratio <= _BUCKET or ratio * plan.prediction.peak_bytes > plan.memory_limit_bytes:
+                continue
+            if self.applied.divides(signature.shapes, other.shapes):
+                found = min(found or (math.inf, other), (max(ratio, 1 / ratio), other), key=lambda each: each[0])
+        return None if found is None else found[1]
 
     def on_sync(self) -> None:
         """Plan the pending graph at a step boundary if it is watched and new; else mark the state.
@@ -272,7 +332,7 @@ class Session:
         if self._host_steps and self.plans:
             self._host_steps -= 1
             with self.guard:
-                stand_in_on_host(self.whole)
+                stand_in_on_host()
 
     def on_read(self, tensor: Any) -> None:
         """Respond to a read of a value: if a whole step is pending, plan and run it now.
@@ -301,30 +361,31 @@ class Session:
         if computed:
             xlac()._xla_sync_multi([*computed], [], wait=False, sync_xla_data=True)
 
-    def whole(self, tensor: Any) -> Any:
-        """Return a tensor with the same values on the host, or replicated on every device, if this tensor is split.
+    def whole(self, tensors: Sequence[Any]) -> list[Any]:
+        """Return tensors with the same values on the host, or replicated on every device, in place of the split ones.
 
-        A tensor that is not split is returned unchanged, after it is computed. PyTorch/XLA compiles a program each time
-        that it gathers a split tensor for the host. Reading the shards needs no compilation. If other processes own
-        some shards, or gradients must flow back, a lazy graph gathers, which is compiled once.
+        Tensors that are not split are returned unchanged, after they are computed. PyTorch/XLA compiles a program each
+        time that it gathers a split tensor for the host. Reading the shards needs no compilation. If other processes
+        own some shards, or gradients must flow back, a lazy graph gathers, which is compiled once.
         """
         import torch
 
-        if self._live is None or not on_xla(tensor) or not tensor.dim() or is_traced():
-            return tensor
+        results = list(tensors)
+        if self._live is None or is_traced():
+            return results
         with self.guard, without_observers():
-            inner = plain(tensor)
-            if type(inner) not in (torch.Tensor, torch.nn.Parameter):
-                return tensor  # the tensor wraps other tensors
-            compute([inner])
-            if not is_split(sharding_text(inner)):
-                return tensor
-            goes_back = torch.is_grad_enabled() and tensor.requires_grad
-            read = None if goes_back else from_shards(inner)
-            if read is None:
-                return annotated(inner, [self._live.sharding(Spec(((),) * tensor.dim()))])
-            return read
-        return tensor
+            inner = {number: plain(each) for number, each in enumerate(results) if on_xla(each) and each.dim()}
+            # Other classes wrap other tensors.
+            inner = {n: each for n, each in inner.items() if type(each) in (torch.Tensor, torch.nn.Parameter)}
+            compute(list(inner.values()))
+            split = {number: each for number, each in inner.items() if is_split(sharding_text(each))}
+            goes_back = {n for n in split if torch.is_grad_enabled() and results[n].requires_grad}
+            apart = [number for number in split if number not in goes_back]
+            read = dict(zip(apart, from_shards([split[number] for number in apart]), strict=False))
+            for number, each in split.items():
+                spec = Spec(((),) * each.dim())
+                results[number] = read[number] if number in read else annotated(each, [self._live.sharding(spec)])
+        return results
 
     def _is_known(self) -> bool:
         """Return True if the watched step has calls and all of them were planned, or could not be planned, before."""
@@ -342,19 +403,15 @@ class Session:
             self.disarm()
             self.applied.hook_calls(list(self._moved), self.on_call)
 
-    def signature(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Return the properties that give two calls of a module the same graph.
-
-        They are the module's number, its training mode, True if gradients are enabled, and the shapes and dtypes of
-        tensors.
-        """
+    def signature(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Signature":
+        """Return the properties that give two calls of a module the same graph."""
         import torch
 
         if module not in self._numbers:
             self._numbers[module] = next(self._count)
         number = self._numbers[module]
-        shapes = tuple((tuple(tensor.shape), tensor.dtype) for _, tensor in leaves((args, kwargs), ""))
-        return number, module.training, torch.is_grad_enabled(), shapes
+        shapes = tuple(shaped(tensor) for _, tensor in leaves((args, kwargs), ""))
+        return Signature(number, module.training, torch.is_grad_enabled(), shapes)
 
     def on_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Record an optimizer that begins its step; drop plans that took its step for inference.
@@ -391,7 +448,7 @@ class Session:
         topology = topology_here()
         sizes = self.mesh or mesh_here()  # the user must correct errors in these
         group = group_here()
-        mesh = None if sizes is None else live_mesh(topology, sizes)
+        mesh = given_mesh() or (None if sizes is None else live_mesh(topology, sizes))
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)
@@ -399,8 +456,10 @@ class Session:
             self._seen |= dict.fromkeys(current, len(self.plans) - 1)
             self._host_steps = _HOST_STEPS
             if not watch.went_back:
-                self._unsure |= {key for key in current - self._settled if key[2]}
+                self._unsure |= {key for key in current - self._settled if key.gradients}
             return computed
+        except RefusedPlan:
+            raise
         except Exception as error:  # the user's training continues after any error
             if is_strict():
                 raise
@@ -472,8 +531,9 @@ class Session:
         )
         fixed = {} if replaces else self.applied.decided(captured, watch.outermost)
         decide = functools.partial(kept_decision, captured, topology, mesh, free=replaces)
+        given = given_decision(captured, mesh) if not fixed else None
         try:
-            decision = decide(fixed)
+            decision = given or decide(fixed)
         except UserError:
             # New batches have the earlier plan's split, under which this step may have no plan.
             arguments = captured.program.arguments
@@ -484,7 +544,7 @@ class Session:
         plan = decision.plan
         if replaces and self.applied.moves(captured, decision):
             # Plans of inference expect another split of these tensors.
-            self._seen = {key: plan for key, plan in self._seen.items() if key[2]}
+            self._seen = {key: plan for key, plan in self._seen.items() if key.gradients}
         group = fits_whole(captured, decision) if group is None else group
         shared = shared_storages()
         inputs, waiting = split_inputs(captured, decision, mesh, group, shared)
@@ -502,6 +562,7 @@ class Session:
             watch,
         )
         self.applied.hook_calls(watch.outermost, self.on_call)
+        write_step(len(self.plans), captured, plan)
         self.plans.append(plan)
         log.info("planned %s: %s", plan.program_name, "; ".join(plan.words) or "everything is replicated")
         for sentence in decision.notes:

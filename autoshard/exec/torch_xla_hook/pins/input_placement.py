@@ -90,7 +90,7 @@ def watch_moves(made: Any) -> None:
         read = tensor
         if tensor.device.type == "xla" and _goes_to_host(*args, **kwargs):
             made.on_read(tensor)
-            read = made.whole(tensor)
+            (read,) = made.whole([tensor])
         moved = to(read, *args, **kwargs)
         if (
             moved is not tensor

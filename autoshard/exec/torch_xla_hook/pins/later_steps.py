@@ -1,6 +1,7 @@
 """Marks that persist after the planned first step: on state, on new batches, and on activations."""
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch.utils.weak import TensorWeakRef
@@ -9,7 +10,7 @@ from autoshard.cost import Compute, Topology
 from autoshard.exec.torch_xla_hook.capture.compiled_modules import train_lazily
 from autoshard.exec.torch_xla_hook.capture.first_step import Watch, optimizer_state
 from autoshard.exec.torch_xla_hook.capture.lazy_graph import Capture
-from autoshard.exec.torch_xla_hook.pins.pin_hooks import CurrentPlan, ModulePins
+from autoshard.exec.torch_xla_hook.pins.pin_hooks import CurrentPlan, ModulePins, ReadyPin
 from autoshard.exec.torch_xla_hook.pins.pinned_values import Pins
 from autoshard.exec.torch_xla_hook.planning.capture_planning import Decision
 from autoshard.exec.torch_xla_hook.values.lazy_tensors import is_whole, on_xla, pending
@@ -17,6 +18,15 @@ from autoshard.exec.torch_xla_hook.values.live_marks import LiveMesh, is_split, 
 from autoshard.exec.torch_xla_hook.values.module_hooks import CallHook, Guard
 from autoshard.planning import Plan, Spec
 from autoshard.program import Role
+
+
+Shaped = tuple[tuple[int, ...], Any]
+"""Shape and dtype of an input."""
+
+
+def shaped(tensor: Any) -> Shaped:
+    """Return the shape and dtype of a tensor."""
+    return tuple(tensor.shape), tensor.dtype
 
 
 class LaterMarks:
@@ -31,7 +41,7 @@ class LaterMarks:
         """The spec of each such tensor."""
         self.trained: Any = WeakIdKeyDictionary()
         """Tensors among them that a plan of a training step has split; this split is final."""
-        self.batches: dict[tuple[Any, ...], tuple[Spec, LiveMesh]] = {}
+        self.batches: dict[Shaped, tuple[Spec, LiveMesh]] = {}
         """The spec of an input, by shape and dtype, and the mesh that the spec is of."""
         self.kinds: set[str] = set()
         """Kinds of the ops whose operands or results are pinned."""
@@ -43,8 +53,8 @@ class LaterMarks:
         """The pins on the outputs of each module."""
         self.now = CurrentPlan()
         """Current plan and step, which all pins share."""
-        self.pins: list[frozenset[tuple[str, tuple[int, ...]]]] = []
-        """Sharding strings and shapes of the pinned values, by plan number."""
+        self.pins: list[frozenset[tuple[str, int]]] = []
+        """Sharding strings and ranks of the pinned values, by plan number."""
         self._guard = guard
 
     def decided(self, capture: Capture, modules: Iterable[Any]) -> dict[int, Spec]:
@@ -60,7 +70,7 @@ class LaterMarks:
             if tensor is not None and tensor in self.specs:
                 specs[number] = self.specs[tensor]
         for number, (value, argument) in enumerate(zip(capture.inputs, capture.program.arguments, strict=True)):
-            key = (tuple(value.shape), value.dtype)
+            key = shaped(value)
             if argument.role is Role.BATCH and key in self.batches and (again or number in capture.split):
                 specs[number] = self.batches[key][0]
         return specs
@@ -89,7 +99,7 @@ class LaterMarks:
         """
         plan = decision.plan
         unsplit = {
-            (tuple(value.shape), value.dtype)
+            shaped(value)
             for value, handle in zip(capture.inputs, capture.handles, strict=True)
             if handle in watch.read_whole and _is_small(value, plan)
         }
@@ -98,8 +108,8 @@ class LaterMarks:
             if spec is None:
                 continue
             if argument.role is Role.BATCH:
-                if (tuple(value.shape), value.dtype) not in unsplit:
-                    self.batches[tuple(value.shape), value.dtype] = (spec, mesh)
+                if shaped(value) not in unsplit:
+                    self.batches[shaped(value)] = (spec, mesh)
             elif tensor is not None:
                 self.keep(tensor, spec, mesh, capture.program.training)
         results = {
@@ -121,16 +131,21 @@ class LaterMarks:
                 self.kinds.add(place.op.kind)
             if module not in self._pinned:
                 self._pinned[module] = ModulePins(module, self.now, self._guard)
-            self._pinned[module].add(module, len(self.pins), place, shape, [mesh.sharding(spec) for spec in specs])
-        written = {(mesh.write(spec), shape) for (_, shape), specs in pinned.items() for spec in specs}
+            parts = tuple(
+                math.lcm(*(math.prod(mesh.sizes[axis] for axis in spec.dims[dim]) for spec in specs))
+                for dim in range(len(shape))
+            )
+            pin = ReadyPin([mesh.sharding(spec) for spec in specs], parts, shape)
+            self._pinned[module].add(module, len(self.pins), place, pin)
+        written = {(mesh.write(spec), len(shape)) for (_, shape), specs in pinned.items() for spec in specs}
         self.pins.append(frozenset(written))
 
     def pins_by_module(self) -> dict[int, ModulePins]:
         """Return the pins of each module that has pins, by the module's `id`."""
         return {id(module): pins for module, pins in self._pinned.items()}
 
-    def waiting_pins(self) -> frozenset[tuple[str, tuple[int, ...]]]:
-        """Return sharding strings and shapes of the pins in the pending graph, of all plans that pinned values in this
+    def waiting_pins(self) -> frozenset[tuple[str, int]]:
+        """Return sharding strings and ranks of the pins in the pending graph, of all plans that pinned values in this
         step.
         """
         return frozenset().union(*(self.pins[plan] for plan in self.now.pinned))
@@ -154,19 +169,37 @@ class LaterMarks:
                 module.register_forward_pre_hook(CallHook(on_call, self._guard), prepend=True, with_kwargs=True)
                 train_lazily(module)
 
-    def mark_batch(self, named: Iterable[tuple[str, Any]]) -> None:
-        """Split the planned inputs among these named tensors (`mark_input`)."""
-        for _, tensor in named:
-            self.mark_input(tensor)
+    def mark_batch(self, tensors: Sequence[Any], planned: Sequence[Shaped] | None = None) -> None:
+        """Split the planned inputs among a call's tensors (`mark_input`).
+
+        `planned` are the shapes and dtypes of the call whose plan is used, in the same order; None for their own.
+        """
+        for tensor, key in zip(tensors, planned or map(shaped, tensors), strict=True):
+            self.mark_input(tensor, key)
+
+    def divides(self, shapes: Sequence[Shaped], planned: Sequence[Shaped]) -> bool:
+        """Return True if the planned splits of some inputs divide these shapes of the same inputs."""
+        for (shape, _), key in zip(shapes, planned, strict=True):
+            spec, mesh = self.batches.get(key, (None, None))
+            if spec is not None and mesh is not None and not mesh.divides(spec, shape):
+                return False
+        return True
 
     def batch_spec(self, tensor: Any) -> tuple[Spec, LiveMesh] | None:
         """Return the spec of an input of this shape and dtype; None if it is not split or the plan does not know it."""
-        planned = self.batches.get((tuple(tensor.shape), tensor.dtype))
+        return self._split_of(shaped(tensor))
+
+    def _split_of(self, key: Shaped) -> tuple[Spec, LiveMesh] | None:
+        """Return the spec and mesh of an input of this shape and dtype, if it is split."""
+        planned = self.batches.get(key)
         return planned if planned is not None and planned[0].axes else None
 
-    def mark_input(self, tensor: Any) -> None:
-        """Mark an input on the XLA device with its planned spec, unless it is split already or needs a gradient."""
-        planned = self.batch_spec(tensor)
+    def mark_input(self, tensor: Any, key: Shaped | None = None) -> None:
+        """Mark an input on the XLA device with its planned spec, unless it is split already or needs a gradient.
+
+        `key` is the shape and dtype whose spec the input has; None for its own.
+        """
+        planned = self._split_of(key or shaped(tensor))
         if planned is not None and on_xla(tensor) and not tensor.requires_grad and not is_split(sharding_text(tensor)):
             spec, mesh = planned
             mark(tensor, mesh.sharding(spec))

@@ -1,5 +1,6 @@
 """Pins on the values of later steps: hooks on module outputs, on their gradients, and on some ops inside."""
 
+import dataclasses
 import functools
 import itertools as it
 from collections.abc import Iterator, Sequence
@@ -12,12 +13,32 @@ from autoshard.exec.torch_xla_hook.values.live_marks import annotated, constrain
 from autoshard.exec.torch_xla_hook.values.module_hooks import CallHook, Guard, ModuleHook
 
 
+@dataclasses.dataclass(frozen=True)
+class ReadyPin:
+    """Ready-made shardings of a value, to be applied in order."""
+
+    shardings: Sequence[Any]
+    parts: tuple[int, ...]
+    """Number of parts of each dim, a multiple of what every sharding cuts it into."""
+    shape: tuple[int, ...]
+    """Shape of the value in the planned step."""
+
+    def fits(self, shape: Sequence[int] | None) -> bool:
+        """Return True for the planned shape, and for one of the same rank whose dims the axes divide.
+
+        A step of other lengths or rows runs under the same pins. None, of a value that is no tensor, does not fit.
+        """
+        if shape is None or len(shape) != len(self.parts):
+            return False
+        return self.shape == shape or not any(size % parts for size, parts in zip(shape, self.parts, strict=True))
+
+
 class OpPins:
     """Ready-made shardings of the operands and results of some ops."""
 
     def __init__(self) -> None:
-        self._pins: dict[tuple[str, int, str], list[tuple[int, tuple[int, ...], Sequence[Any]]]] = {}
-        """(Kind, turn, `operand` or `result`) -> number, shape and shardings of each pinned value."""
+        self._pins: dict[tuple[str, int, str], list[tuple[int, ReadyPin]]] = {}
+        """(Kind, turn, `operand` or `result`) -> number and pin of each pinned value."""
         self.kinds: set[str] = set()
         """Kinds of whole ops that have pins."""
 
@@ -25,21 +46,21 @@ class OpPins:
         """Return True if there are pins."""
         return bool(self._pins)
 
-    def add(self, op: LazyOp, place: Place, shape: tuple[int, ...], shardings: Sequence[Any]) -> None:
-        """Add the shardings, to be applied in order, of an operand or a result of an op; `place` has its number."""
+    def add(self, op: LazyOp, place: Place, pin: ReadyPin) -> None:
+        """Add the pin of an operand or a result of an op; `place` has its number."""
         self.kinds.add(whole_kind(op.kind))
-        self._pins.setdefault((op.kind, op.turn, place.what), []).append((place.number, shape, shardings))
+        self._pins.setdefault((op.kind, op.turn, place.what), []).append((place.number, pin))
 
     def of(self, kind: str, turn: int, what: str, values: Sequence[Any]) -> Iterator[tuple[int, Any, Sequence[Any]]]:
         """Yield number, value and shardings of the pinned values among an op's operands or results.
 
         - `kind`, `turn`: kind of the op, and number of earlier ops of that kind.
         - `what`: `operand` or `result`.
-        - `values`: operands or results; a value of another shape is not the pinned one.
+        - `values`: operands or results; a value that a pin does not fit is not the pinned one.
         """
-        for number, shape, shardings in self._pins.get((kind, turn, what), ()):
-            if number < len(values) and getattr(values[number], "shape", None) == shape:
-                yield number, values[number], shardings
+        for number, pin in self._pins.get((kind, turn, what), ()):
+            if number < len(values) and pin.fits(getattr(values[number], "shape", None)):
+                yield number, values[number], pin.shardings
 
 
 class PinnedOps(OpObserver):
@@ -96,38 +117,36 @@ class CallPins:
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
-        self._given: dict[tuple[str, int, tuple[int, ...]], Sequence[Any]] = {}
-        """(`output` or `gradient`, number, shape) -> shardings of a module's output."""
+        self._given: dict[tuple[str, int], ReadyPin] = {}
+        """(`output` or `gradient`, number) -> pin of a module's output."""
         self._nodes: dict[int, OpPins] = {}
         """Number of a node of the backward pass -> the pins on its ops."""
         self.ops = OpPins()
         """Pins on the ops of the forward call."""
 
-    def add(self, place: Place, shape: tuple[int, ...], shardings: Sequence[Any]) -> None:
-        """Add the shardings of a module output, of its gradient, or of an op's operand or result."""
+    def add(self, place: Place, pin: ReadyPin) -> None:
+        """Add the pin of a module output, of its gradient, or of an op's operand or result."""
         if place.op is None:
-            self._given[place.what, place.number, shape] = shardings
+            self._given[place.what, place.number] = pin
         else:
             ops = self.ops if place.op.node < 0 else self._nodes.setdefault(place.op.node, OpPins())
-            ops.add(place.op, place, shape, shardings)
+            ops.add(place.op, place, pin)
 
     def apply(self, inputs: Any, output: Any) -> None:
         """Pin the outputs of a call, their gradients, and the operands and results of its backward pass.
 
         - `inputs`: positional and keyword arguments of the call.
-        - `output`: its output, constrained in place; an output of another shape has no pin.
+        - `output`: its output, constrained in place if the pin fits.
 
         Values that are computed already, as by a compiled module, are not moved.
         """
         given = self._given
         for number, (_, tensor) in enumerate(leaves(output, "") if given else ()):
-            shape = tuple(tensor.shape)
-            here = given.get(("output", number, shape))
-            gradient = given.get(("gradient", number, shape))
-            if here is not None and on_xla(tensor) and all(pending([tensor])):
-                constrain(tensor, here)
-            if gradient is not None and tensor.requires_grad and on_xla(tensor):
-                tensor.register_hook(functools.partial(self._constrain, shardings=gradient))
+            here, gradient = given.get(("output", number)), given.get(("gradient", number))
+            if here is not None and here.fits(tensor.shape) and on_xla(tensor) and all(pending([tensor])):
+                constrain(tensor, here.shardings)
+            if gradient is not None and gradient.fits(tensor.shape) and tensor.requires_grad and on_xla(tensor):
+                tensor.register_hook(functools.partial(self._constrain, shardings=gradient.shardings))
         if self._nodes:
             until = max(self._nodes) + 1
             for number, node in enumerate(it.islice(nodes_between(inputs, output), until)):
@@ -170,18 +189,17 @@ class ModulePins:
         self._watches_ops = False
         module.register_forward_hook(ModuleHook(self._give, guard), with_kwargs=True)
 
-    def add(self, module: Any, plan: int, place: Place, shape: tuple[int, ...], shardings: Sequence[Any]) -> None:
-        """Add the shardings of a value under a plan; the first pin on an op starts the observation of the module's ops.
+    def add(self, module: Any, plan: int, place: Place, pin: ReadyPin) -> None:
+        """Add the pin of a value under a plan; the first pin on an op starts the observation of the module's ops.
 
         - `module`: the module whose call has the value.
         - `plan`: number of the plan.
-        - `place`, `shape`: place and shape of the value.
-        - `shardings`: shardings to apply in order.
+        - `place`: place of the value.
         """
         calls = self._plans.setdefault(plan, [])
         while len(calls) <= place.call:
             calls.append(CallPins(self._guard))
-        calls[place.call].add(place, shape, shardings)
+        calls[place.call].add(place, pin)
         if calls[place.call].ops and not self._watches_ops:
             self._watches_ops = True
             module.register_forward_pre_hook(ModuleHook(self._enter, self._guard), prepend=True)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from autoshard.errors import UserError
 from autoshard.exec.torch_xla_hook.capture.lazy_graph import Capture
@@ -69,7 +69,7 @@ def decide(capture: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, 
         spec = mesh.read(text, len(shape))
         if spec is None:
             notes.append(f"your own mark on {name}, {text}, stays, but the mesh {mesh.sizes} cannot express it.")
-        elif not _divides(spec, shape, mesh):
+        elif not mesh.divides(spec, shape):
             written = spec_text(spec, shape)
             notes.append(f"your own mark on {name}, {written}, stays, but the axes do not divide it.")
         else:
@@ -130,7 +130,7 @@ def decide(capture: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, 
             notes.append("the exchange of convolutions along the edges of images is left to XLA, not planned.")
     if _has_groups(capture) and len(_axes(mesh)) > 1:
         axis_only = dict.fromkeys(mesh.sizes, ("batch",))
-        notes += _idle_marks(capture, mesh, pins)
+        notes += idle_marks(capture, mesh, pins)
         data, why = _all_or_nothing(capture, mesh)
         pins |= {name: spec for name, spec in data.items() if name not in pins}
         if not any(axes for spec in pins.values() for axes in spec.dims):
@@ -157,15 +157,9 @@ def _followed(capture: Capture, mesh: LiveMesh, fixed: Mapping[int, Spec]) -> di
     for number, text in capture.split.items():
         spec = mesh.read(text, len(arguments[number].shape))
         shape = arguments[number].shape
-        if spec is not None and _divides(spec, shape, mesh) and number not in capture.users and number not in fixed:
+        if spec is not None and mesh.divides(spec, shape) and number not in capture.users and number not in fixed:
             specs[arguments[number].name] = spec
     return specs
-
-
-def _divides(spec: Spec, shape: Sequence[int], mesh: LiveMesh) -> bool:
-    """Return True if the axes of each dim of a spec divide the dim's size."""
-    parts = (math.prod(mesh.sizes[axis] for axis in axes) for axes in spec.dims)
-    return all(size % count == 0 for size, count in zip(shape, parts, strict=True))
 
 
 def splits(plan: Plan) -> bool:
@@ -221,8 +215,12 @@ def _all_or_nothing(capture: Capture, mesh: LiveMesh) -> tuple[dict[str, Spec], 
     return {a.name: Spec((() if odd is not None else axes, *[()] * (len(a.shape) - 1))) for a in data}, why
 
 
-def _idle_marks(capture: Capture, mesh: LiveMesh, pins: Mapping[str, Spec]) -> list[str]:
-    """Return a warning for each batch array that the user or an earlier plan splits over only some of the axes."""
+def idle_marks(capture: Capture, mesh: LiveMesh, pins: Mapping[str, Spec]) -> list[str]:
+    """Return a warning for each batch array that these specs, by name, split over only some of the axes, in a step
+    with grouped convolutions.
+    """
+    if not _has_groups(capture):
+        return []
     axes, marks = _axes(mesh), []
     for argument in _batch(capture):
         spec = pins.get(argument.name)

@@ -1,6 +1,7 @@
 """Specs on live tensors: the plan's mesh for PyTorch/XLA, our marks, and the script's own."""
 
 import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,11 @@ class LiveMesh:
     def write(self, spec: Spec) -> str:
         """Return the HLO sharding string of a spec on this mesh, such as `{devices=[2,1]0,1}`."""
         return hlo_sharding(spec, self.sizes, self.devices)
+
+    def divides(self, spec: Spec, shape: Sequence[int]) -> bool:
+        """Return True if the axes of each dim of a spec divide the dim's size."""
+        parts = (math.prod(self.sizes[axis] for axis in axes) for axes in spec.dims)
+        return all(size % count == 0 for size, count in zip(shape, parts, strict=True))
 
     def read(self, text: str, rank: int) -> Spec | None:
         """Parse the HLO sharding string of a tensor of `rank` dims into a spec; None if this mesh cannot express it."""
