@@ -195,7 +195,7 @@ def _operand_pins(model: Model, choices: NDArray[np.int64]) -> Iterator[Pin]:
             have = _held(model, choices, tensor)
             want = tuple(factor_states(states, op.rule.operands[k])[int(choices[number])].tolist())
             path = [have]
-            copy = model.copy_nodes.get((tensor, op.loop))
+            copy = model.copy_nodes.get(op.use(k))
             if copy is not None:
                 path.append(tuple(model.nodes[copy].states[int(choices[copy])].tolist()))
             path.append(want)
