@@ -66,7 +66,7 @@ class Calibration:
     relayout_traffic: float
     """Bytes through main memory for each byte that a gather writes in another order of dims; 0 if one op does both."""
     gather_max_group: int
-    """Largest group of all devices of a 3-D torus for which the compiler emits an all-gather (see `gather_kind`)."""
+    """Largest group of all devices of a torus whose gathers never become sums (see `summed_gathers`)."""
     gather_overlap: float
     """Share of a parameter's gather within a slice or island that overlaps with compute."""
     network_overlap: float

@@ -67,6 +67,8 @@ _COPIES: dict[str, float] = {
 device and then spreads it. An all-to-all cuts its operand into one array for each device and joins the arrays again.
 """
 
+SUMMED_GATHER = 8 * 2**20
+"""Largest gathered bytes for which TPU compilers emit an all-reduce in place of a gather over a torus of two dims."""
 
 GroupRates = tuple[NDArray[np.float64], list[tuple[NDArray[np.float64], NDArray[np.float64]]]]
 """Launch seconds by group, and for each kind of link the least seconds and the seconds per byte by group."""
@@ -295,17 +297,18 @@ class Collectives:
         is_whole_slice = between == {False} and n * topology.slices == topology.num_devices
         return "all-reduce" if is_whole_slice and topology.num_hosts > topology.slices else "reduce-scatter"
 
-    def gather_kind(self, axes: tuple[str, ...]) -> Kind:
-        """Return the collective that the compiler emits for an all-gather over `axes`.
+    def summed_gathers(self, axes: tuple[str, ...]) -> float:
+        """Return the largest gathered bytes for which the compiler emits an all-reduce and no gather over `axes`.
 
-        On 3-D tori, a group of all devices above `Calibration.gather_max_group` gets an all-reduce of the gathered
-        size. The compiler does so on v5p:4x4x4, and not on v5e:8x8 and v6e:8x8 (libtpu 0.0.51).
+        Only groups of all devices of a torus above `Calibration.gather_max_group` have any.
+
+        Evidence: docs/compiler_behaviour.md, "Gathers over a whole slice".
         """
         topology = self.mesh.topology
         n = math.prod(self.mesh.axes[axis] for axis in self._group("all-gather", axes))
-        torus = topology.traits.torus and len(topology.shape) > 2
-        summed = torus and n == self.mesh.num_devices and n > self.calibration.gather_max_group
-        return "all-reduce" if summed else "all-gather"
+        if not topology.traits.torus or n != self.mesh.num_devices or n <= self.calibration.gather_max_group:
+            return 0.0
+        return math.inf if len(topology.shape) > 2 else SUMMED_GATHER
 
     def widen_dtype(self, dtype: str) -> str:
         """Return the dtype in which the backend reduces: `Backend.sum_dtype` for 16-bit floats, else `dtype` itself."""

@@ -11,6 +11,7 @@ from autoshard.base.units import format_bytes, format_seconds
 from autoshard.errors import FormError, UserError
 from autoshard.exports.export_text import partition
 from autoshard.exports.form_writers import writer_of
+from autoshard.exports.torch_forms.eager_memory import eager_peak
 from autoshard.planning import (
     Form,
     Plan,
@@ -91,7 +92,22 @@ def make_export(plan: Plan, form: str, program: Program | None = None, *, force:
     prediction, sentence = _priced(plan, known, program, problem, held)
     if not force:
         _refuse_slow(plan, known, prediction, program, held)
-    if known.gathers:
+    eager = eager_peak(plan, prediction) if known.gathers and prediction is not None else None
+    if eager is not None:
+        limit = plan.memory_limit_bytes
+        over = f", more than the {format_bytes(limit)} it has" if eager > limit else ""
+        sentence += (
+            f" Eager torch needs {format_bytes(eager)} of one device{over}: it keeps logits in float32, and embedding "
+            "and head gathered. The other figures are of a step compiled by XLA."
+        )
+        if over and plan.prediction.fits and not force:
+            raise FormError(
+                f"eager torch does not hold this plan in the {form} form: it needs {format_bytes(eager)} of one "
+                f"device{over}. It keeps logits in float32, and embedding and head gathered. Plan with more "
+                "--microbatches or a smaller --batch, or write it all the same with --force if the loss is computed in "
+                "chunks or compiled."
+            )
+    elif known.gathers:
         sentence += " The figures are of a step compiled by XLA; `autoshard degrees` has those of eager torch."
     if plan.flags:
         sentence += f' The step is to run with LIBTPU_INIT_ARGS="{" ".join(plan.flags)}".'

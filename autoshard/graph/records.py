@@ -191,6 +191,16 @@ class Op:
     """The (factor, blocks) pairs along which a call's work rises evenly from almost zero, so that shards differ in
     work.
     """
+    barriers: tuple[tuple[int, int], ...] = ()
+    """The (position, barrier) pairs of operands that come through an optimization barrier, by its number."""
+
+    def use(self, operand: int) -> tuple[int, int, int]:
+        """Return (tensor, loop, barrier) of an operand by position: equal uses share one copy of the tensor.
+
+        The barrier is -1 for none. Compilers merge no op before a barrier with one after it, so that recomputation
+        gathers a weight again.
+        """
+        return self.operands[operand], self.loop, dict(self.barriers).get(operand, -1)
 
     @property
     def sides(self) -> list[tuple[int, tuple[tuple[int, ...], ...]]]:

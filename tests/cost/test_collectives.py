@@ -208,17 +208,21 @@ def test_an_exchange_over_parts_of_one_ring_goes_over_one_part_after_the_other()
 
 
 @pytest.mark.parametrize(
-    ("topology", "mesh", "axes", "kind"),
+    ("topology", "mesh", "axes", "summed"),
     [
-        # Compiled by libtpu 0.0.51: gathers over all devices of a torus of three dims.
-        ("v5p:2x4x4", "32", ("data",), "all-gather"),
-        ("v5p:4x4x4", "64", ("data",), "all-reduce"),
-        ("v5p:4x4x4", "32,2", ("data",), "all-gather"),
-        ("v5e:8x8", "64", ("data",), "all-gather"),
+        # Compiled by libtpu 0.0.51 and 0.0.52.
+        ("v5p:2x4x4", "32", ("data",), 0),
+        ("v5p:4x4x4", "64", ("data",), math.inf),
+        ("v5p:4x4x4", "32,2", ("data",), 0),
+        ("v5e:4x8", "32", ("data",), 0),
+        ("v5e:8x8", "64", ("data",), 8 * 2**20),
+        ("v6e:8x8", "64", ("data",), 8 * 2**20),
+        ("v5e:16x16", "16,16", ("data", "model"), 8 * 2**20),
+        ("v5e:8x16", "64,2", ("data",), 0),
     ],
 )
-def test_gathers_over_many_devices(topology: str, mesh: str, axes: tuple[str, ...], kind: str) -> None:
-    assert _wire(topology, mesh).gather_kind(axes) == kind
+def test_gathers_over_many_devices(topology: str, mesh: str, axes: tuple[str, ...], summed: float) -> None:
+    assert _wire(topology, mesh).summed_gathers(axes) == summed
 
 
 def test_cpu_devices_share_memory_bandwidth() -> None:

@@ -94,7 +94,7 @@ def recipe_lacks(plan: Plan, *, recomputed: bool, mixed: bool) -> tuple[str, ...
             f"compute in {compute} with parameters in {stored}, which the figures count: autocast, or `bf16=True` of a "
             "Trainer."
         )
-    microbatches = int(_options(plan).get("microbatches") or 1)
+    microbatches = microbatches_of(plan)
     if microbatches > 1:
         lacks.append(
             f"{microbatches} microbatches, which the figures count: call `backward` for each part of the batch, then "
@@ -125,6 +125,11 @@ def _parts(plan: Plan) -> tuple[tuple[str, int], ...]:
     """Return the policy without named values and the number of layers of each part of the plan's recomputation."""
     remat = planned_layers(plan)
     return () if remat is None else tuple((policy.split(",")[0], count) for policy, count in remat.parts)
+
+
+def microbatches_of(plan: Plan) -> int:
+    """Return the number of microbatches of the plan's recipe."""
+    return int(_options(plan).get("microbatches") or 1)
 
 
 def dtypes(plan: Plan) -> tuple[str, str]:

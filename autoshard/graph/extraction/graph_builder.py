@@ -22,6 +22,7 @@ class GraphBuilder:
     - `loops`: loops by id; None while the loop's body is being read.
     - `without_rule`: ids of ops without a sharding rule.
     - `ids`: tensor of each MLIR value.
+    - `barrier_of`: number of the last optimization barrier that each MLIR value came through, of those that did.
     - `free`: tensors that no op needs to compute from arguments, such as constants.
     - `constants`: values of integer constants, by tensor.
     - `number`: number of the MLIR op that was read last.
@@ -39,6 +40,7 @@ class GraphBuilder:
         self.arguments: list[int] = []
         self.results: list[int] = []
         self.ids: dict[Any, int] = {}
+        self.barrier_of: dict[Any, int] = {}
         self.free: set[int] = set()
         self.constants: dict[int, int] = {}
         self.number = -1
@@ -83,10 +85,13 @@ class GraphBuilder:
 
     def alias(self, op: Any) -> None:
         """Map each result of an op to the tensor of the operand at the same position; the op adds neither op nor
-        tensor.
+        tensor. An optimization barrier is noted for its results.
         """
         for operand, result in zip(op.operands, op.results, strict=True):
             self.ids[result] = self.ids[operand]
+            barrier = self.number if op.name == "stablehlo.optimization_barrier" else self.barrier_of.get(operand, -1)
+            if barrier >= 0:
+                self.barrier_of[result] = barrier
 
     def append_pass_through(
         self,

@@ -128,5 +128,6 @@ def _rotation(op: Op, tensors: list[Tensor], slices: list[Op], dim: int, amount:
         operand_numbers=(0,),
         rule=Rule(shape, kinds, same, same),
         operand_uses=seats,
+        barriers=(),
         shift=amount,
     )

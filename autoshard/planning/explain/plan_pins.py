@@ -81,13 +81,14 @@ def _carry_pins(model: Model, choices: NDArray[np.int64]) -> Iterator[Pin]:
 
 
 def intermediate_states(
-    source: Sequence[int], target: Sequence[int], collectives: Collectives
+    source: Sequence[int], target: Sequence[int], collectives: Collectives, size: float
 ) -> Iterator[tuple[int, ...]]:
     """Yield the states to pin between the state of an op's result, or of a stored value, and the planned state.
 
     - `source`: state in which the op leaves its result, one entry for each mesh axis; `PARTIAL` entries are sums.
     - `target`: planned state, which is never yielded.
     - `collectives`: prices that decide how XLA emits sums and gathers.
+    - `size`: bytes of the whole tensor.
 
     A summed axis is scattered if it splits a dim of `target`. The states come in this order:
 
@@ -121,18 +122,20 @@ def intermediate_states(
         for axis in sliced_later:
             now[axis] = target[axis]
         yield tuple(now)
-    yield from gather_intermediates(now, target, collectives)
+    yield from gather_intermediates(now, target, collectives, size)
 
 
 def gather_intermediates(
-    source: Sequence[int], target: Sequence[int], collectives: Collectives
+    source: Sequence[int], target: Sequence[int], collectives: Collectives, size: float
 ) -> Iterator[tuple[int, ...]]:
     """Yield the states between two states of a value whose gather must run one axis at a time, the last axis first.
 
-    Yield nothing if at most one axis is gathered, or if the compiler emits the whole gather at once (`emitted_gather`).
+    Yield nothing if at most one axis is gathered, or if the compiler emits one collective for all (`emitted_gather`).
     """
     gathered = [a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s >= 0 and t == WHOLE]
-    if len(gathered) > 1 and emitted_gather(collectives, gathered) is Emitted.STAGED:
+    form, most = emitted_gather(collectives, gathered)
+    # Only gathers over all devices are staged, and these end with the whole tensor.
+    if len(gathered) > 1 and form is Emitted.STAGED and size <= most:
         now = list(source)
         for axis in reversed(gathered[1:]):
             now[axis] = WHOLE
@@ -157,7 +160,8 @@ def _result_intermediates(model: Model, choices: NDArray[np.int64], op_id: int, 
     rank = len(model.graph.tensors[op.results[result]].shape)
     planned_state = _held(model, choices, op.results[result])
     result_state = result_states(op, state, result)[0].tolist()
-    pinned_states = list(intermediate_states(result_state, planned_state, model.collectives))
+    record = model.graph.tensors[op.results[result]]
+    pinned_states = list(intermediate_states(result_state, planned_state, model.collectives, record.bytes))
     summed = tuple(max(s, WHOLE) for s in result_state)
     if (op.kind in WINDOWED or op.kind == "fft") and not pinned_states and summed != planned_state:
         # Given only the planned spec, the partitioner splits the op itself. It sometimes computes wrong values for
@@ -191,15 +195,16 @@ def _operand_pins(model: Model, choices: NDArray[np.int64]) -> Iterator[Pin]:
             have = _held(model, choices, tensor)
             want = tuple(factor_states(states, op.rule.operands[k])[int(choices[number])].tolist())
             path = [have]
-            copy = model.copy_nodes.get((tensor, op.loop))
+            copy = model.copy_nodes.get(op.use(k))
             if copy is not None:
                 path.append(tuple(model.nodes[copy].states[int(choices[copy])].tolist()))
             path.append(want)
             for a, b in zip(path, path[1:], strict=False):
                 if a == b:
                     continue
-                for spec in _specs(model, iter([*gather_intermediates(a, b, model.collectives), b]), rank):
-                    record = model.graph.tensors[tensor]
+                record = model.graph.tensors[tensor]
+                stages = gather_intermediates(a, b, model.collectives, record.bytes)
+                for spec in _specs(model, iter([*stages, b]), rank):
                     for place in op.operand_uses or ((op.number, op.operand_numbers[k]),):
                         yield Pin(*record.value, spec, place, record.name)
 
@@ -219,7 +224,8 @@ def _invariant_pins(model: Model, choices: NDArray[np.int64]) -> Iterator[Pin]:
         rank = len(record.shape)
         have, want = _held(model, choices, edge.tensor), _needed(model, choices, op, edge.operand, edge.result)
         if any(held not in (WHOLE, needed) for held, needed in zip(have, want, strict=True)):
-            for spec in _specs(model, iter([*gather_intermediates(have, want, model.collectives), want]), rank):
+            stages = gather_intermediates(have, want, model.collectives, record.bytes)
+            for spec in _specs(model, iter([*stages, want]), rank):
                 for place in op.operand_uses or ((op.number, op.operand_numbers[edge.operand]),):
                     yield Pin(*record.value, spec, place, record.name)
 

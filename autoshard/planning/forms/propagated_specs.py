@@ -190,11 +190,11 @@ class Propagation:
         for op in model.graph.ops:
             node = model.op_node.get(op.id)
             if node is not None:
-                for tensor in op.operands:
+                for position, tensor in enumerate(op.operands):
                     cluster = model.structure.cluster_of[tensor]
                     if cluster >= 0 and chosen[model.cluster_node[cluster]] < 0:
                         chosen[model.cluster_node[cluster]] = 0
-                    copy = copies.get((tensor, op.loop))
+                    copy = copies.get(op.use(position))
                     if copy is not None:
                         chosen[copy] = self._cheapest(copy, chosen, into=True, out=False)
                 allowed = self._runs_alone(op.id)
@@ -254,8 +254,8 @@ class Propagation:
         return sorted(self.model.copy_nodes.values())
 
     @property
-    def copies_of(self) -> Mapping[tuple[int, int], int]:
-        """The node of each copy, by (tensor, loop)."""
+    def copies_of(self) -> Mapping[tuple[int, int, int], int]:
+        """The node of each copy, by the use that shares it (`Op.use`)."""
         return self.model.copy_nodes
 
     @functools.cached_property

@@ -167,17 +167,17 @@ def collective_buffers(
     ]
 
 
-def _users(model: Model) -> dict[tuple[int, int], list[int]]:
-    """Return the heavy ops that consume a tensor, by (tensor, loop of the op)."""
-    consumers: dict[tuple[int, int], list[int]] = defaultdict(list)
+def _users(model: Model) -> dict[tuple[int, int, int], list[int]]:
+    """Return the heavy ops that consume a tensor, by use (`Op.use`)."""
+    consumers: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for edge in model.structure.edges:
         if edge.op >= 0 and edge.operand >= 0 and model.graph.ops[edge.op].op_class is OpClass.HEAVY:
-            consumers[edge.tensor, model.graph.ops[edge.op].loop].append(edge.op)
+            consumers[model.graph.ops[edge.op].use(edge.operand)].append(edge.op)
     return consumers
 
 
 def _gathered(
-    model: Model, reshard: Reshard, choices: NDArray[np.int64], users: Mapping[tuple[int, int], list[int]]
+    model: Model, reshard: Reshard, choices: NDArray[np.int64], users: Mapping[tuple[int, int, int], list[int]]
 ) -> _Buffered | None:
     """Return the buffer of a gathered or exchanged operand of a heavy op, or of a copy for several ops.
 
@@ -188,7 +188,9 @@ def _gathered(
     if node.kind == "cluster" or node.memory and node.kind == "copy":
         return None
     block = graph.ops[reshard.op].loop
-    consumers = users[reshard.tensor, block] if node.kind == "copy" else [reshard.op]
+    first = graph.ops[reshard.op]
+    shared = node.kind == "copy"
+    consumers = users[first.use(first.operands.index(reshard.tensor))] if shared else [reshard.op]
     start, stop = min(consumers), max(consumers) + 1
     home, loop = graph.tensors[reshard.tensor].loop, block
     while loop not in (home, -1):  # gathered once, before the loops that do not change the tensor

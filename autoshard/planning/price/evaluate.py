@@ -437,7 +437,7 @@ def solved_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]
             size = model.padding.shard_bytes(tensor, local, width)
             kind = kinds[(start, stop, model.cluster_node[softmax.cluster])]
             buffers.append(LiveBuffer(start, stop, size, kind, tensor))
-    for (tensor, _), number in model.copy_nodes.items():
+    for (tensor, *_), number in model.copy_nodes.items():
         node = model.nodes[number]
         row = int(choices[number])
         if not node.has_memory[row] or not node.memory:

@@ -145,7 +145,7 @@ class _Pricer(NodePricer):
             self.credited_tensors,
         )  # fmt: skip
 
-    def add_reshards(self, cluster_node: Sequence[int], op_node: dict[int, int]) -> dict[tuple[int, int], int]:
+    def add_reshards(self, cluster_node: Sequence[int], op_node: dict[int, int]) -> dict[tuple[int, int, int], int]:
         """Add the reshards of all edges, ties and loop carries, and return the node of each copy by (tensor, block).
 
         A tensor with several heavy consumers in a block, or one above `LARGE_SHARE` of the memory limit, gets a copy
@@ -154,7 +154,7 @@ class _Pricer(NodePricer):
         - `cluster_node`: node of each cluster.
         - `op_node`: node of each heavy op.
         """
-        groups: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+        groups: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
         seen: set[tuple[object, ...]] = set()
         for edge in self.structure.edges:
             if edge.op < 0:
@@ -166,13 +166,14 @@ class _Pricer(NodePricer):
             elif edge.operand < 0:
                 self.add_heavy_result(op, edge.result, cluster, op_node[op.id])
             else:
-                groups[(edge.tensor, op.loop)].append((op.id, edge.operand))
+                groups[op.use(edge.operand)].append((op.id, edge.operand))
         copies = {}
-        for (tensor, block), uses in groups.items():
+        for use, uses in groups.items():
+            tensor, block, _ = use
             source = cluster_node[self.structure.cluster_of[tensor]]
             users = {op for op, _ in uses}
             if len(users) > 1 or self.graph.tensors[tensor].bytes > LARGE_SHARE * self.memory_limit:
-                copies[(tensor, block)] = source = self.add_copy(tensor, block, source, sorted(users))
+                copies[use] = source = self.add_copy(tensor, block, source, sorted(users))
             for op_id, operand in uses:
                 self.add_heavy_operand(self.graph.ops[op_id], operand, tensor, source, op_node[op_id])
         for pair in self.sum_places.joined.items():

@@ -173,7 +173,7 @@ class PathPrices:
         parts = np.array([math.prod(sizes[a] for a in axes) for axes in groups], dtype=np.float64)
         order = list(Emitted)
         scattering = np.array([order.index(emitted(prices, axes)) for axes in groups])
-        gathering = np.array([order.index(emitted_gather(prices, axes)) for axes in groups])
+        gathers = [emitted_gather(prices, axes) for axes in groups]
         tables = [prices.rates_of_groups(kind) for kind in KINDS]
         depth = max(len(rates) for _, rates in tables)
         rates = np.zeros((2, len(KINDS), depth, len(groups)))
@@ -183,7 +183,8 @@ class PathPrices:
         return Rules(
             parts=parts,
             scattering=scattering,
-            gathering=gathering,
+            gathering=np.array([order.index(form) for form, _ in gathers]),
+            small=np.array([most for _, most in gathers]),
             tpu=prices.mesh.topology.traits.joins_sums,
             tile=(float(TILE_ROWS), float(LANES)),
             scratch=scatter_scratch(prices.mesh.topology.chip.name),

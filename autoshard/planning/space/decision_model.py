@@ -339,8 +339,8 @@ class Model:
     """Node of every cluster."""
     op_node: dict[int, int]
     """Node of every heavy op."""
-    copy_nodes: dict[tuple[int, int], int]
-    """Node of the copy of a tensor in a block, by (tensor, block)."""
+    copy_nodes: dict[tuple[int, int, int], int]
+    """Node of each copy of a tensor, by the use that shares it (`Op.use`)."""
     fixed_bytes: int
     """Bytes that no choice changes (scalars)."""
     credited_tensors: frozenset[int]

@@ -168,14 +168,12 @@ def emitted(collectives: Collectives, axes: Sequence[int]) -> Emitted:
     return _in_turn(collectives, axes) if not crossing else Emitted.SUM
 
 
-def emitted_gather(collectives: Collectives, axes: Sequence[int]) -> Emitted:
-    """Return the form of an all-gather over these mesh axes (numbers).
+def emitted_gather(collectives: Collectives, axes: Sequence[int]) -> tuple[Emitted, float]:
+    """Return the form of small all-gathers over these mesh axes (numbers), and the most gathered bytes that have it.
 
-    `SCATTER` is one all-gather, `STAGED` one for each axis, `SUM` an all-reduce of the gathered tensor.
+    `STAGED` is one gather for each axis, `SUM` an all-reduce of the gathered tensor. Larger ones are one gather.
     """
-    if collectives.gather_kind(tuple(collectives.mesh.names[a] for a in axes)) == "all-gather":
-        return Emitted.SCATTER
-    return _in_turn(collectives, axes)
+    return _in_turn(collectives, axes), collectives.summed_gathers(tuple(collectives.mesh.names[a] for a in axes))
 
 
 def _in_turn(collectives: Collectives, axes: Sequence[int]) -> Emitted:
@@ -260,7 +258,8 @@ def waves(
     group_axes = [members(bits) for bits in range(1 << count)]
     parts = np.array([math.prod(axis_sizes[a] for a in axes) for axes in group_axes], dtype=np.float64)
     scattering = [Emitted.SUM if whole_sums else emitted(collectives, axes) for axes in group_axes]
-    gathering = [emitted_gather(collectives, axes) for axes in group_axes]
+    gathers = [emitted_gather(collectives, axes) for axes in group_axes]
+    gathering, limits = [form for form, _ in gathers], np.array([limit for _, limit in gathers])
     emitted_waves: list[Wave] = []
 
     def mask(condition: NDArray[np.bool_]) -> Bits:
@@ -323,15 +322,16 @@ def waves(
     local = local / parts[np.where((gather == 0) & ~whole, mask((f == WHOLE) & (t >= 0)), 0)]
     add("collective-permute", np.where((swaps > 0) & ~whole, swaps | 1 << (count - 1), 0), itemsize)
     everything = np.where(whole, mask(np.broadcast_to(f >= 0, (*pairs, count))), gather)
-    staged = only(everything, gathering, Emitted.STAGED)
+    small = everything * (local * parts[everything] * itemsize <= limits[everything])
+    summed, staged = (only(small, gathering, how) for how in (Emitted.SUM, Emitted.STAGED))
     # One gather for each dim, the last dim first, unless axes are pinned one by one. TPU compilers emit a single
     # gather.
     together = everything ^ staged
     by_dim = [together] if tpu else [together & mask(f == dim) for dim in reversed(range(len(sizes)))]
     for groups in (*by_dim, *(staged & 1 << a for a in reversed(range(count)))):
         local = local * parts[groups]
-        add("all-reduce", only(groups, gathering, Emitted.SUM), itemsize)
-        add("all-gather", groups ^ only(groups, gathering, Emitted.SUM), itemsize)
+        add("all-reduce", groups & summed, itemsize)
+        add("all-gather", groups & ~summed, itemsize)
     reshards = np.where(whole, 0, mask(moved))
     add("all-to-all", np.where(joint, reshards, 0), itemsize)
     for axis in range(count):

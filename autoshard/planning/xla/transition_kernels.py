@@ -34,7 +34,9 @@ class Rules(NamedTuple):
     scattering: Ints
     """Form (`Emitted`) of a sum whose result is split, [groups]."""
     gathering: Ints
-    """Form (`Emitted`) of an all-gather, [groups]."""
+    """Form (`Emitted`) of a small all-gather, [groups]."""
+    small: Floats
+    """Largest gathered bytes of such an all-gather, [groups]."""
     tpu: bool
     """True if the compiler joins sums and gathers as TPU compilers do (`Traits.joins_sums`)."""
     tile: tuple[float, float]
@@ -272,7 +274,8 @@ def _steps(rules, f, t, summed, shared, dims, minor, local, sizes, steps):
         count = _add(steps, count, place, PERMUTE, swaps | 1 << axes - 1, local * sizes.item)
     place += 1
     everything = split if whole else gathered
-    together = 0 if rules.gathering[everything] == STAGED else everything
+    small = local * rules.parts[everything] * sizes.item <= rules.small[everything]
+    together = 0 if small and rules.gathering[everything] == STAGED else everything
     # Gathers are all joined or all staged, and a TPU emits joined gathers as one. Other turns are empty.
     begin = 0 if together else dims
     end = dims + axes if together == 0 else 1 if rules.tpu else dims
@@ -287,7 +290,7 @@ def _steps(rules, f, t, summed, shared, dims, minor, local, sizes, steps):
         else:
             group = together
         local *= rules.parts[group]
-        kind = REDUCE if rules.gathering[group] == AS_SUM else GATHER
+        kind = REDUCE if small and together > 0 and rules.gathering[everything] == AS_SUM else GATHER
         count = _add(steps, count, place + 2 * turn + (kind == GATHER), kind, group, local * sizes.item)
     place += 2 * (dims + axes)
     reshards = 0 if whole else moved

@@ -99,7 +99,7 @@ def test_a_copy_is_the_tensor_itself_or_another_of_its_own() -> None:
     assert model.copy_nodes
     for _ in range(5):
         choices = made.random_choices(model, rng)
-        for (tensor, _), number in model.copy_nodes.items():
+        for (tensor, *_), number in model.copy_nodes.items():
             copy = model.nodes[number]
             spec = tensor_spec(model, choices, tensor)
             state = copy.states[choices[number]]

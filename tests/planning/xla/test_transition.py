@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.cost import Collectives, Mesh, Topology, make_mesh
 from autoshard.exec import read_collectives, wire_by_axis
-from autoshard.planning.explain.plan_pins import intermediate_states
+from autoshard.planning.explain.plan_pins import gather_intermediates, intermediate_states
 from autoshard.planning.xla.axis_assignments import PARTIAL, WHOLE, Step, enumerate_states, transition, waves
 
 
@@ -308,6 +308,21 @@ def test_tpus_gather_several_dims_at_once() -> None:
         assert {step.kind for step in steps} == {"all-gather"}
 
 
+def test_small_gathers_over_all_devices_run_axis_by_axis_on_tpus() -> None:
+    """Repeat four gathers that libtpu 0.0.52 compiled: up to 8 MiB all axes at once become an all-reduce."""
+    mesh = make_mesh(Topology.parse("v5e:8x8"), {"a": 32, "b": 2})
+    ends = np.array([[0, 0]]), np.array([[WHOLE, WHOLE]])
+    for rows, kinds in ((8192, ["all-gather"] * 2), (9216, ["all-gather"])):
+        steps = transition(*ends, (rows, 512), 2, 2, Collectives(mesh))
+        assert [step.kind for step in steps] == kinds
+        between = list(gather_intermediates((0, 0), (WHOLE, WHOLE), Collectives(mesh), rows * 1024))
+        assert between == [(0, WHOLE)] * (len(kinds) - 1)
+    one = make_mesh(Topology.parse("v6e:8x8"), {"a": 64})
+    for rows, kind in ((8192, "all-reduce"), (9216, "all-gather")):
+        steps = transition(np.array([[0]]), np.array([[WHOLE]]), (rows, 512), 2, 2, Collectives(one))
+        assert [step.kind for step in steps] == [kind]
+
+
 def test_tpus_sum_once_after_what_they_scatter() -> None:
     """Sum over two axes, one of which ends split, for one summed factor over both and for two."""
     mesh = make_mesh(Topology.parse("v5e:2x4"), SIZES)
@@ -326,10 +341,10 @@ def test_tpus_sum_once_after_what_they_scatter() -> None:
 def test_what_a_sum_scatters_is_reported_at_once() -> None:
     """Pass no whole stage: it would cause one sum over both axes and a slice of the sum."""
     tpu = Collectives(make_mesh(Topology.parse("v5e:4x4"), {"a": 4, "b": 4}))
-    assert list(intermediate_states((PARTIAL, PARTIAL), (WHOLE, 0), tpu)) == []
-    assert list(intermediate_states((PARTIAL, WHOLE), (0, WHOLE), tpu)) == [(WHOLE, WHOLE)]
-    assert list(intermediate_states((PARTIAL, PARTIAL), (0, 1), tpu)) == [(0, WHOLE)]
-    assert list(intermediate_states((PARTIAL, PARTIAL), (WHOLE, 0), Collectives(cpu(**SIZES)))) == [(WHOLE, WHOLE)]
+    assert list(intermediate_states((PARTIAL, PARTIAL), (WHOLE, 0), tpu, 512)) == []
+    assert list(intermediate_states((PARTIAL, WHOLE), (0, WHOLE), tpu, 512)) == [(WHOLE, WHOLE)]
+    assert list(intermediate_states((PARTIAL, PARTIAL), (0, 1), tpu, 512)) == [(0, WHOLE)]
+    assert list(intermediate_states((PARTIAL, PARTIAL), (WHOLE, 0), Collectives(cpu(**SIZES)), 512)) == [(WHOLE, WHOLE)]
 
 
 def test_what_a_sum_scatters_is_reported_before_what_is_gathered() -> None:
@@ -337,9 +352,9 @@ def test_what_a_sum_scatters_is_reported_before_what_is_gathered() -> None:
     exchange.
     """
     collectives = Collectives(cpu(**SIZES))
-    assert list(intermediate_states((PARTIAL, 0), (1, WHOLE), collectives)) == [(WHOLE, 0), (1, 0)]
-    assert list(intermediate_states((PARTIAL, 0), (0, WHOLE), collectives)) == [(WHOLE, 0)]
-    assert list(intermediate_states((PARTIAL, 0), (1, 0), collectives)) == [(WHOLE, 0)]
+    assert list(intermediate_states((PARTIAL, 0), (1, WHOLE), collectives, 512)) == [(WHOLE, 0), (1, 0)]
+    assert list(intermediate_states((PARTIAL, 0), (0, WHOLE), collectives, 512)) == [(WHOLE, 0)]
+    assert list(intermediate_states((PARTIAL, 0), (1, 0), collectives, 512)) == [(WHOLE, 0)]
 
 
 # Other meshes and shapes

@@ -1,0 +1,66 @@
+"""Memory of an eager step under FSDP2, from the figures of the same step compiled by XLA."""
+
+import collections
+import math
+import re
+
+from autoshard.exports.torch_forms.parallel_styles import gathering_axes
+from autoshard.exports.torch_forms.torch_recipe import dtypes, microbatches_of
+from autoshard.planning import Plan
+from autoshard.planning.record.plan_parts import Prediction
+from autoshard.planning.record.spec import is_stacked
+from autoshard.report.figures import tensor_bytes
+
+
+_LOSS_BYTES = 3 * 4
+"""Bytes for each logit in the backward pass of a cross-entropy in float32, beside the logits themselves.
+
+`log_softmax` keeps its result, `nll_loss` makes the gradient of that, and `log_softmax` the gradient of the logits.
+transformers and torchtitan both widen logits before the loss. Loops that keep the model's outputs keep the logits too.
+"""
+
+
+def eager_peak(plan: Plan, prediction: Prediction) -> int | None:
+    """Return the bytes of one device that an eager training step under FSDP2 needs at its peak.
+
+    None for a program that trains no configuration with labels, since its loss and dtype of compute are not known.
+
+    - Embedding, head and final norm are FSDP's root unit. It stays gathered until the backward pass ends, and from the
+      loss on the head's gradient is whole too. XLA gathers each of them for its matmul alone.
+    - A block is gathered while the one before it computes.
+    - The loss keeps logits in float32 (`_LOSS_BYTES`), most of which XLA fuses.
+    - When the backward pass ends, the root unit has gradients and their copy for the sum, beside all others in parts.
+    - AdamW over lists of tensors makes one more array of all parameters, beside the gradients.
+
+    Evidence: docs/export.md, "fsdp2".
+
+    - `prediction`: figures of the step as XLA compiles it, with kinds of memory at its peak.
+    """
+    compute, _ = dtypes(plan)
+    labels = plan.shapes.get("batch.labels")
+    if not compute or not labels or "optimizer_state" not in plan.roles.values():
+        return None
+    root, trained, vocabulary = 0, 0, 0.0
+    blocks: dict[str, int] = collections.Counter()
+    for name, role in plan.roles.items():
+        if role not in ("parameter", "frozen"):
+            continue
+        shape, dims = plan.shapes[name], plan.arguments[name].dims
+        kept_apart = [math.prod(plan.mesh[a] for a in axes if a not in plan.batch_axes) for axes in dims]
+        size = tensor_bytes(shape, compute) // math.prod(kept_apart)
+        block = re.match(r".*?\.(?:\*|\[[^.]*\]|\d+)(?=\.)", name)
+        if block is not None:
+            blocks[block[0]] += size // (shape[0] if is_stacked(name) else 1)
+        else:
+            root, trained = root + size, trained + size * (role == "parameter")
+            vocabulary = max(vocabulary, shape[0] / kept_apart[0] if len(shape) == 2 else 0.0)
+    block_bytes = max(blocks.values(), default=0)
+    kinds = prediction.memory
+    stored = kinds.get("parameters", 0)
+    kept = stored + sum(kinds.get(kind, 0) for kind in ("frozen_parameters", "optimizer_state", "batch"))
+    parts = microbatches_of(plan) * math.prod(plan.mesh[axis] for axis in plan.batch_axes)
+    logits = math.ceil(math.prod(labels) * vocabulary / parts)
+    at_loss = root + block_bytes + kinds.get("activations", 0) + logits * _LOSS_BYTES + tensor_bytes((logits,), compute)
+    in_layers = kinds.get("activations", 0) + root + trained + 2 * block_bytes
+    sharing = math.prod(plan.mesh[axis] for axis in gathering_axes(plan))
+    return kept + max(at_loss, in_layers, 2 * trained + trained // sharing + stored, 2 * stored)

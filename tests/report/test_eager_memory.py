@@ -1,0 +1,101 @@
+"""Memory that exports to FSDP2 state for eager torch, compared with the memory that torch tracks in a real step."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autoshard
+from autoshard.errors import FormError
+from autoshard.exports import make_export
+from autoshard.exports.torch_forms.eager_memory import eager_peak
+from autoshard.planning import Plan
+from autoshard.program import open_source
+from tests import forked
+
+
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
+QWEN = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True}
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 8192,
+    "max_position_embeddings": 512,
+}
+STEP = """
+import json, runpy, sys, warnings
+import torch, transformers
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+warnings.simplefilter("ignore")
+config, code, rows, length = json.loads(open(sys.argv[1]).read()), runpy.run_path(sys.argv[2]), *map(int, sys.argv[3:])
+dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+mesh = code["make_mesh"]("cpu")
+settings = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
+settings.use_cache = False
+with FakeTensorMode(allow_non_fake_inputs=True):
+    model = code["shard"](transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.float32), mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, foreach=True)
+    ids = torch.zeros(rows, length, dtype=torch.int64)
+    tracker = FSDPMemTracker(model, optimizer)
+    tracker.track_inputs((ids,))
+    with tracker:
+        for _ in range(2):  # the first step makes the optimizer's state
+            outputs = model(input_ids=ids, labels=ids)  # kept during the backward pass, as in most loops
+            outputs.loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            tracker.reset_mod_stats()
+    (peak,) = tracker.get_tracker_snapshot("peak").values()
+print("PEAK", peak["Total"])
+"""
+
+
+def _planned(folder: Path, family: dict[str, Any], batch: int, length: int, remat: str) -> tuple[Plan, Any]:
+    """Plan a training step of a small decoder for four GPUs, and return its plan and its program."""
+    (folder / "config.json").write_text(json.dumps(family | SIZES))
+    program = open_source(f"hf:{folder / 'config.json'}", train=True, batch=batch, seq=length, remat=remat)
+    return autoshard.plan(program, topology="h100:4", mesh={"data": 4}), program
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("family", "batch", "length", "remat"),
+    [
+        # The loss's logits, activations of layers, and gradients of embedding and head make the peak.
+        (LLAMA, 16, 256, "full"),
+        (QWEN, 16, 256, "full"),
+        (LLAMA, 4, 16, "full"),
+    ],
+)
+def test_the_stated_memory_is_what_torch_tracks(
+    tmp_path: Path, family: dict[str, Any], batch: int, length: int, remat: str
+) -> None:
+    plan, program = _planned(tmp_path, family, batch, length, remat)
+    export = make_export(plan, "fsdp2", program)
+    assert export.prediction is not None
+    stated = eager_peak(plan, export.prediction)
+    assert stated is not None and "Eager torch needs" in export.sentence
+    (tmp_path / "code.py").write_text(export.text)
+    (tmp_path / "step.py").write_text(STEP)
+    arguments = ["step.py", "config.json", "code.py", str(batch // 4), str(length)]
+    done = forked.run(arguments, cwd=tmp_path)
+    peak = next(float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("PEAK"))
+    assert stated == pytest.approx(peak, rel=0.1)
+    assert peak > 1.2 * export.prediction.peak_bytes
+
+
+def test_a_plan_that_eager_torch_does_not_hold_is_refused(tmp_path: Path) -> None:
+    plan, program = _planned(tmp_path, LLAMA, 16, 256, "full")
+    tight = dataclasses.replace(plan, memory_limit_bytes=int(1.2 * plan.prediction.peak_bytes))
+    with pytest.raises(FormError, match="eager torch does not hold this plan in the fsdp2 form: it needs .* logits"):
+        make_export(tight, "fsdp2", program)
+    assert "more than the" in make_export(tight, "fsdp2", program, force=True).sentence
