@@ -21,10 +21,10 @@ from autoshard.planning.space.overlap import (
     ALONE,
     AT_NARROW,
     READING,
+    NarrowMatmuls,
     Overlap,
     alone_between_loops,
     ends_of_step,
-    macs_per_element,
 )
 from autoshard.planning.xla.axis_assignments import (
     PARTIAL,
@@ -117,7 +117,7 @@ class _Pricer(NodePricer):
         self.reshards: list[Reshard] = []
         self.equal: dict[tuple[object, ...], Path] = {}
         self.op_node: dict[int, int] = {}
-        self.narrows: dict[tuple[object, ...], NDArray[np.bool_] | None] = {}
+        self.narrows = NarrowMatmuls(self.axes, self.collectives.calibration.pipelined_columns)
         self.paths: dict[tuple[object, ...], dict[str, Seconds]] = {} if tables is None else tables.of(self.mesh)
         self.path_prices = PathPrices(self.collectives, self.link_of)
         self.shared_credits: dict[tuple[object, ...], Seconds] = {}
@@ -131,28 +131,26 @@ class _Pricer(NodePricer):
         """
         cluster_node = tuple(range(len(self.structure.clusters)))
         self.add_clusters()
-        op_node = self.op_node
         for op in self.structure.heavy:
-            op_node[op] = len(self.nodes)
+            self.op_node[op] = len(self.nodes)
             self.add_heavy(self.graph.ops[op])
-        copies = self.add_reshards(cluster_node, op_node)
+        copies = self.add_reshards(cluster_node)
         fixed = sum(
             self.graph.tensors[t].bytes for t, _, _ in self.liveness.buffers if self.structure.cluster_of[t] < 0
         )
         return Model(
             self.program, self.graph, self.structure, self.liveness, self.mesh, self.collectives, self.compute,
-            self.residency, self.padding, tuple(self.nodes), tuple(self.reshards), cluster_node, op_node, copies, fixed,
-            self.credited_tensors,
+            self.residency, self.padding, tuple(self.nodes), tuple(self.reshards), cluster_node, self.op_node, copies,
+            fixed, self.credited_tensors,
         )  # fmt: skip
 
-    def add_reshards(self, cluster_node: Sequence[int], op_node: dict[int, int]) -> dict[tuple[int, int, int], int]:
+    def add_reshards(self, cluster_node: Sequence[int]) -> dict[tuple[int, int, int], int]:
         """Add the reshards of all edges, ties and loop carries, and return the node of each copy by (tensor, block).
 
         A tensor with several heavy consumers in a block, or one above `LARGE_SHARE` of the memory limit, gets a copy
         node that its consumers share.
 
         - `cluster_node`: node of each cluster.
-        - `op_node`: node of each heavy op.
         """
         groups: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
         seen: set[tuple[object, ...]] = set()
@@ -164,7 +162,7 @@ class _Pricer(NodePricer):
             if op.op_class is not OpClass.HEAVY:
                 self.add_light(op, edge.operand, edge.result, cluster, seen)
             elif edge.operand < 0:
-                self.add_heavy_result(op, edge.result, cluster, op_node[op.id])
+                self.add_heavy_result(op, edge.result, cluster, self.op_node[op.id])
             else:
                 groups[op.use(edge.operand)].append((op.id, edge.operand))
         copies = {}
@@ -175,9 +173,9 @@ class _Pricer(NodePricer):
             if len(users) > 1 or self.graph.tensors[tensor].bytes > LARGE_SHARE * self.memory_limit:
                 copies[use] = source = self.add_copy(tensor, block, source, sorted(users))
             for op_id, operand in uses:
-                self.add_heavy_operand(self.graph.ops[op_id], operand, tensor, source, op_node[op_id])
+                self.add_heavy_operand(self.graph.ops[op_id], operand, tensor, source, self.op_node[op_id])
         for pair in self.sum_places.joined.items():
-            ends = [(op_node[op], self.nodes[op_node[op]].states) for op in pair]
+            ends = [(self.op_node[op], self.nodes[self.op_node[op]].states) for op in pair]
             self.reshards.extend(self.sum_places.apart(pair, ends, self.shared))
         for result, argument in self.structure.ties:
             self.add_tie(result, argument, -1, cluster_node)
@@ -417,25 +415,14 @@ class _Pricer(NodePricer):
         """
         if overlap not in AT_NARROW:
             return None
-        if overlap is Overlap.PARAMETERS_AT_MATMUL and self.nodes[target].kind == "copy":
+        op, start, end = self.graph.ops[use.op], self.nodes[source], self.nodes[target]
+        if overlap is Overlap.PARAMETERS_AT_MATMUL and end.kind == "copy":
             # Several ops read the copy. It is gathered in a loop if the first one is wide enough however it is split.
-            op = self.graph.ops[use.op]
-            columns = macs_per_element(
-                op, op.operands.index(use.tensor), self.nodes[self.op_node[op.id]].states, self.axes
-            )
-            narrow = columns.min() < self.collectives.calibration.pipelined_columns
-            return np.ones(len(self.nodes[target].states), dtype=bool) if narrow else None
-        for number, is_result in ((source, True), (target, False)):
-            node = self.nodes[number]
+            narrow = self.narrows.mask(op, op.operands.index(use.tensor), self.nodes[self.op_node[op.id]].states)
+            return None if narrow is None else np.ones(len(end.states), dtype=bool)
+        for node, side in ((start, len(op.operands)), (end, use.operand)):
             if node.kind == "op" and node.ref == use.op:
-                op = self.graph.ops[use.op]
-                side = len(op.operands) if is_result else use.operand
-                key = (id(op.rule), side, node.states.shape, node.states.tobytes())
-                if key not in self.narrows:
-                    columns = macs_per_element(op, side, node.states, self.axes)
-                    too_narrow = columns < self.collectives.calibration.pipelined_columns
-                    self.narrows[key] = too_narrow if too_narrow.any() else None
-                return self.narrows[key]
+                return self.narrows.mask(op, side, node.states)
         return None
 
     def overlap(self, source: int, target: int, op: int) -> Overlap:

@@ -87,6 +87,29 @@ def macs_per_element(op: Op, side: int, states: States, axes: Sequence[int]) -> 
     return local_elements(places[states], [op.rule.sizes[factor] for factor in others], axes)
 
 
+class NarrowMatmuls:
+    """Masks of the alternatives of matmuls that are too narrow to pipeline a collective into, each computed once.
+
+    - `axes`: sizes of the mesh axes.
+    - `least`: fewest multiply-adds for each element of the tensor with which a collective is pipelined.
+    """
+
+    def __init__(self, axes: Sequence[int], least: float) -> None:
+        self.axes, self.least = axes, least
+        self._masks: dict[tuple[object, ...], NDArray[np.bool_] | None] = {}
+
+    def mask(self, op: Op, side: int, states: States) -> NDArray[np.bool_] | None:
+        """Return the mask, [states], for one of a matmul's tensors; None if no alternative is too narrow.
+
+        - `side`, `states`: as for `macs_per_element`.
+        """
+        key = (id(op.rule), side, states.shape, states.tobytes())
+        if key not in self._masks:
+            narrow = macs_per_element(op, side, states, self.axes) < self.least
+            self._masks[key] = narrow if narrow.any() else None
+        return self._masks[key]
+
+
 def hidden_share(collectives: Collectives, overlap: Overlap, kind: str, axes: Sequence[str], size: float) -> float:
     """Return the share (0 to 1) of a collective's seconds that overlaps with compute.
 
