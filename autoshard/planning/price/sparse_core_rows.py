@@ -37,9 +37,9 @@ def sparse_cores_gather(chip: Chip, table_bytes: float) -> bool:
 def offloaded_gathers(
     model: Model, choices: NDArray[np.int64], local_of: Callable[[int], Sequence[int]]
 ) -> Mapping[int, set[int]]:
-    """Return the gathers that sparse cores execute, with the tensors that these read and write in main memory.
+    """Return the gathers that sparse cores execute, with the tensors that lie in main memory for them.
 
-    They read a gathered copy of a split table, and not the table itself.
+    They read a gathered copy of a split table, and not the table itself. Scatters read masked rows there too.
 
     - `local_of`: dims of a tensor's shard.
     """
@@ -47,13 +47,15 @@ def offloaded_gathers(
     if chip.name not in OFFLOADING:
         return {}
     found: dict[int, set[int]] = {}
+    scattered = _gathered_rows(graph)
     for number, node in model.op_node.items():
         op, state = graph.ops[number], model.nodes[node].states[[int(choices[node])]]
         copies = table_copies(graph, op, state, model.axis_sizes, model.mesh.topology) if op.kind == "gather" else None
         if copies is not None and sparse_cores_gather(chip, float(copies.table[0])):
             read = [int(each[0]) for each in local_dims(graph, op, 0, state, model.axis_sizes)]
             whole = read == list(local_of(op.operands[0]))
-            found[number] = {*op.results, *op.operands[: int(whole)]}
+            masked = {t for user in graph.users[op.results[0]] for t in user.results if t in scattered}
+            found[number] = {*op.results, *op.operands[: int(whole)]} | masked
     return found
 
 
