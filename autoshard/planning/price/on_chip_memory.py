@@ -54,11 +54,11 @@ def without_on_chip(
 
     Values are placed one after the other, in the order of `_Kernels.worth`. A value stays on the chip from one use to
     the next if there is room, and if the time between is within `COPIES`. Otherwise it is copied to main memory once
-    it is written. It is fetched before a later use if there are time and room, and leaves main memory if it stays on
-    the chip from then on. Arguments, results and values that a loop carries are always in main memory too. The tensors
-    `away` are read and written there.
+    it is written. It is fetched before a later use if there are time and room. It leaves main memory if it then stays
+    on the chip. Arguments, results and values that a loop carries are always in main memory too. The tensors `away`
+    are read and written there.
 
-    Values that are written inside of a loop take room, but count as in main memory: loops have their peaks where they
+    Values that are written inside of a loop take room, but count as in main memory. Loops have their peaks where they
     copy what they carry, and a third of what fits into the chip was there in compiled bodies.
     """
     graph, end = model.graph, len(model.graph.ops)

@@ -32,7 +32,7 @@ class OffloadedGather(NamedTuple):
     """A gather that sparse cores execute."""
 
     tensors: frozenset[int]
-    """Tensors that it reads and writes in main memory."""
+    """Tensors that lie in main memory for it."""
     copied: int
     """Bytes of the copy of the table that it reads, with rows in order, each along the lanes; 0 without a copy."""
 
@@ -53,7 +53,7 @@ def offloaded_gathers(
 ) -> Mapping[int, OffloadedGather]:
     """Return the gathers that sparse cores execute, by op.
 
-    They read a gathered copy of a split table, and not the table itself.
+    They read a gathered copy of a split table, and not the table itself. Scatters read masked rows there too.
 
     - `local_of`: dims of a tensor's shard.
     """
@@ -61,13 +61,15 @@ def offloaded_gathers(
     if chip.name not in OFFLOADING:
         return {}
     found: dict[int, OffloadedGather] = {}
+    scattered = _gathered_rows(graph)
     for number, node in model.op_node.items():
         op, state = graph.ops[number], model.nodes[node].states[[int(choices[node])]]
         copies = table_copies(graph, op, state, model.axis_sizes, model.mesh.topology) if op.kind == "gather" else None
         if copies is not None and sparse_cores_gather(chip, float(copies.table[0])):
             read = [int(each[0]) for each in local_dims(graph, op, 0, state, model.axis_sizes)]
             whole = read == list(local_of(op.operands[0]))
-            tensors = frozenset((*op.results, *op.operands[: int(whole)]))
+            masked = {t for user in graph.users[op.results[0]] for t in user.results if t in scattered}
+            tensors = frozenset((*op.results, *op.operands[: int(whole)], *masked))
             found[number] = OffloadedGather(tensors, round(float(copies.copied[0])))
     return found
 
