@@ -263,8 +263,9 @@ def _check_rate(topology: Topology, form: str | None) -> None:
     chip, traits = topology.chip, topology.traits
     if form in (None, "none") or traits.shares_machine or form not in chip.peak_flops_per_s:
         return
-    slow = form == "int8" and not traits.int8_to_floats
-    if slow or topology.peak_flops(form) <= topology.peak_flops("bf16"):
+    if form == "int8" and not traits.int8_to_floats:
+        raise UserError(f"--quantize int8: XLA has no such matmuls with results in floats for {chip.name}; use fp8.")
+    if topology.peak_flops(form) <= topology.peak_flops("bf16"):
         raise UserError(
             f"--quantize {form}: compiled steps multiply {form} no faster than bfloat16 on {chip.name}; leave it out."
         )
