@@ -92,7 +92,7 @@ class Backend:
     rounds_operands: bool
     """True if matmuls of float32 at the default precision read operands that were rounded to bfloat16 before."""
     int8_to_floats: bool
-    """True if matmuls of int8 with results in floats run at the rate of int8."""
+    """True if matmuls of int8 may have results in floats; cuBLASLt has none."""
     late_gradients: bool
     """True if weight gradients that only the optimizer reads are computed after the loops that precede it."""
     results_apart: bool

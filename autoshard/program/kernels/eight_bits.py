@@ -109,7 +109,9 @@ def _rounded(x: Any, along: tuple[int, ...], dtype: str) -> tuple[Any, Any]:
     highest = jnp.max(jnp.abs(x), axis=along, keepdims=True).astype(jnp.float32)
     # A row of zeros may have any scale.
     highest = jnp.where(highest > 0, highest, 1.0)
-    shares = x.astype(jnp.float32) * (largest / highest)
+    # bfloat16 has the range of fp32, and more digits than floats of 8 bits.
+    wide = x.dtype if x.dtype == jnp.bfloat16 and not whole else jnp.float32
+    shares = x.astype(wide) * (largest / highest).astype(wide)
     # Conversions of floats beyond the range give NaN. The largest of a row is on the limit, where a last digit decides.
     shares = jnp.clip(jnp.round(shares) if whole else shares, -float(limits.max), float(limits.max))
     return shares.astype(dtype), highest / largest
