@@ -46,10 +46,11 @@ def test_the_command_takes_a_captured_step_with_its_names(folder: Path):
 
 def test_a_script_runs_under_the_plan_of_its_step(folder: Path):
     free = train(4, XLA_AUTO_SPMD_MESH="4")
-    given = train(4, XLA_AUTO_SPMD_PLAN=str(folder / "four.json"))
-    assert given["losses"] == pytest.approx(free["losses"], rel=1e-5)
-    assert given["plans"] == [["0-Sequential", {"data": 2, "model": 2}]]
-    assert given["weight"] == "{devices=[2,1,2]0,2,1,3 last_tile_dim_replicate}"
+    for ahead in ("0", "1"):
+        given = train(4, XLA_AUTO_SPMD_PLAN=str(folder / "four.json"), XLA_AUTO_PLAN_AHEAD=ahead)
+        assert given["losses"] == pytest.approx(free["losses"], rel=1e-5)
+        assert given["plans"] == [["0-Sequential", {"data": 2, "model": 2}]]
+        assert given["weight"] == "{devices=[2,1,2]0,2,1,3 last_tile_dim_replicate}"
 
 
 REFUSED = {

@@ -736,4 +736,7 @@ Each piece before the first plan runs with nothing split, once.
 """
 
 UNHOOKED_DIFFERS = ("complex_weights", "generated")
-"""Cases that differ from eager torch in PyTorch/XLA alone: gradients of complex products, and ties of tokens."""
+"""Cases that differ from eager torch in PyTorch/XLA alone.
+
+Gradients of complex products do, and a GPT-2 that is moved with tied weights.
+"""

@@ -24,6 +24,7 @@ from autoshard.exec.torch_xla_hook.pins.input_placement import answer_here
 from autoshard.exec.torch_xla_hook.pins.later_steps import LaterMarks
 from autoshard.exec.torch_xla_hook.planning.decision_cache import kept_decision
 from autoshard.exec.torch_xla_hook.planning.runtime_topology import live_mesh, memory_limit_here
+from autoshard.exec.torch_xla_hook.planning.step_files import given_mesh, given_plan, is_of_training
 from autoshard.exec.torch_xla_hook.values.lazy_tensors import handles, leaves, live_data, on_xla, pending, plain
 from autoshard.exec.torch_xla_hook.values.live_marks import (
     LiveMesh,
@@ -102,9 +103,16 @@ class UploadPlanner:
         - `topology`: name of the devices' topology.
         - `find_mesh`: returns the mesh to plan for, from a function that captures the step.
 
-        If the step cannot be planned, every tensor is split evenly over all devices, with a warning. If
-        `AUTOSHARD_STRICT` is set the error is raised.
+        A plan that the environment names is used without a trace. If the step cannot be planned, every tensor is split
+        evenly over all devices, with a warning. If `AUTOSHARD_STRICT` is set the error is raised.
         """
+        given, given_on = given_plan(), given_mesh()
+        if given is not None and given_on is not None:
+            # The captured step is compared with the plan later, and refused if a shape differs.
+            shapes = {name: tuple(tensor.shape) for name, tensor in _tensors_of(module)}
+            chosen = {name: spec for name, spec in given.arguments.items() if shapes.get(name) == given.shapes[name]}
+            self._send(module, given_on, chosen, is_of_training(given))
+            return
         specs: dict[str, Spec] = {}
         trains: bool | None = None
         mesh = live_mesh(topology, {"data": Topology.parse(topology).num_devices})

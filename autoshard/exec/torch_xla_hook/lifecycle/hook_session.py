@@ -531,7 +531,7 @@ class Session:
         )
         fixed = {} if replaces else self.applied.decided(captured, watch.outermost)
         decide = functools.partial(kept_decision, captured, topology, mesh, free=replaces)
-        given = given_decision(captured, mesh) if not fixed else None
+        given = given_decision(captured, mesh) if replaces or not self.plans else None
         try:
             decision = given or decide(fixed)
         except UserError:

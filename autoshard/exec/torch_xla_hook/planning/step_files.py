@@ -138,7 +138,7 @@ def given_decision(capture: Capture, mesh: LiveMesh) -> Decision | None:
     script's own that the plan contradicts, and for a plan under which PyTorch/XLA computes wrong gradients.
     """
     plan = given_plan()
-    if plan is None or _trains(plan) != capture.program.training:
+    if plan is None or is_of_training(plan) != capture.program.training:
         return None
     for number in sorted(capture.users):
         argument = capture.program.arguments[number]
@@ -159,7 +159,7 @@ def given_decision(capture: Capture, mesh: LiveMesh) -> Decision | None:
     return Decision.of(capture, dataclasses.replace(plan, regions=()), notes)
 
 
-def _trains(plan: Plan) -> bool:
+def is_of_training(plan: Plan) -> bool:
     """Return True if a plan is of a step that updates parameters or optimizer state."""
     trained = (Role.PARAMETER.value, Role.OPTIMIZER_STATE.value)
     return any(plan.roles.get(name) in trained for name in plan.results)
