@@ -13,9 +13,9 @@ from autoshard.report.figures import tensor_bytes
 
 
 _LOSS_BYTES = 3 * 4
-"""Bytes for each logit in the backward pass of a cross-entropy in float32, beside the logits themselves.
+"""Bytes for each logit in the backward pass of a cross-entropy in float32, without the logits themselves.
 
-`log_softmax` keeps its result, `nll_loss` makes the gradient of that, and `log_softmax` the gradient of the logits.
+`log_softmax` keeps its result, `nll_loss` makes its gradient, and `log_softmax` the gradient of the logits.
 transformers and torchtitan both widen logits before the loss. Loops that keep the model's outputs keep the logits too.
 """
 
@@ -29,8 +29,8 @@ def eager_peak(plan: Plan, prediction: Prediction) -> int | None:
       loss on the head's gradient is whole too. XLA gathers each of them for its matmul alone.
     - A block is gathered while the one before it computes.
     - The loss keeps logits in float32 (`_LOSS_BYTES`), most of which XLA fuses.
-    - When the backward pass ends, the root unit has gradients and their copy for the sum, beside all others in parts.
-    - AdamW over lists of tensors makes one more array of all parameters, beside the gradients.
+    - When the backward pass ends, the root unit has gradients and their copy for the sum. All others are there in parts.
+    - AdamW over lists of tensors makes one more array of all parameters, as large as the gradients.
 
     Evidence: docs/export.md, "fsdp2".
 
