@@ -29,7 +29,7 @@ def eager_peak(plan: Plan, prediction: Prediction) -> int | None:
       loss on the head's gradient is whole too. XLA gathers each of them for its matmul alone.
     - A block is gathered while the one before it computes.
     - The loss keeps logits in float32 (`_LOSS_BYTES`), most of which XLA fuses.
-    - When the backward pass ends, the root unit has gradients and their copy for the sum. All others are there in parts.
+    - When the backward pass ends, the root unit has gradients and their copy for the sum. All others are in parts.
     - AdamW over lists of tensors makes one more array of all parameters, as large as the gradients.
 
     Evidence: docs/export.md, "fsdp2".
