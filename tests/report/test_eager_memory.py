@@ -74,6 +74,7 @@ def _planned(folder: Path, family: dict[str, Any], batch: int, length: int, rema
         (LLAMA, 16, 256, "full"),
         (QWEN, 16, 256, "full"),
         (LLAMA, 4, 16, "full"),
+        (QWEN, 4, 16, "full"),
     ],
 )
 def test_the_stated_memory_is_what_torch_tracks(
