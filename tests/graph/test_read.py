@@ -240,6 +240,9 @@ def test_checkpoints_and_barriers_are_seen_through() -> None:
     assert len(dots) == 6, "two forward, one of them again, three backward"
     w, x = graph.arguments
     assert [dot.operands for dot in dots].count((x, w)) == 2, "recomputed from the arguments themselves"
+    first, again = (dot for dot in dots if dot.operands == (x, w))
+    for operand in (0, 1):
+        assert first.use(operand)[2] == -1 < again.use(operand)[2], "no copy is shared across the barrier"
     barrier = graph_of(lambda x: lax.optimization_barrier((jnp.sin(x), x))[0] * 2, f32(8, 4))
     sine = ops(barrier, "sine")[0]
     assert ops(barrier, "multiply")[0].operands[0] == sine.results[0]

@@ -13,9 +13,9 @@ from autoshard.report.figures import tensor_bytes
 
 
 _LOSS_BYTES = 3 * 4
-"""Bytes for each logit in the backward pass of a cross-entropy in float32, beside the logits themselves.
+"""Bytes for each logit in the backward pass of a cross-entropy in float32, without the logits themselves.
 
-`log_softmax` keeps its result, `nll_loss` makes the gradient of that, and `log_softmax` the gradient of the logits.
+`log_softmax` keeps its result, `nll_loss` makes its gradient, and `log_softmax` the gradient of the logits.
 transformers and torchtitan both widen logits before the loss. Loops that keep the model's outputs keep the logits too.
 """
 
@@ -29,8 +29,9 @@ def eager_peak(plan: Plan, prediction: Prediction) -> int | None:
       loss on the head's gradient is whole too. XLA gathers each of them for its matmul alone.
     - A block is gathered while the one before it computes.
     - The loss keeps logits in float32 (`_LOSS_BYTES`), most of which XLA fuses.
-    - When the backward pass ends, the root unit has gradients and their copy for the sum, beside all others in parts.
-    - AdamW over lists of tensors makes one more array of all parameters, beside the gradients.
+    - When the backward pass ends, the root unit has gradients and their copy for the sum. All others are in parts.
+    - Before, a table that is the head too has its gradient as head, that as table, and their sum.
+    - AdamW over lists of tensors makes one more array of all parameters, as large as the gradients.
 
     Evidence: docs/export.md, "fsdp2".
 
@@ -40,7 +41,8 @@ def eager_peak(plan: Plan, prediction: Prediction) -> int | None:
     labels = plan.shapes.get("batch.labels")
     if not compute or not labels or "optimizer_state" not in plan.roles.values():
         return None
-    root, trained, vocabulary = 0, 0, 0.0
+    root, trained = 0, 0
+    tables: list[tuple[float, int]] = []
     blocks: dict[str, int] = collections.Counter()
     for name, role in plan.roles.items():
         if role not in ("parameter", "frozen"):
@@ -53,8 +55,10 @@ def eager_peak(plan: Plan, prediction: Prediction) -> int | None:
             blocks[block[0]] += size // (shape[0] if is_stacked(name) else 1)
         else:
             root, trained = root + size, trained + size * (role == "parameter")
-            vocabulary = max(vocabulary, shape[0] / kept_apart[0] if len(shape) == 2 else 0.0)
+            tables += [(shape[0] / kept_apart[0], size)] if len(shape) == 2 else []
     block_bytes = max(blocks.values(), default=0)
+    vocabulary, table = max(tables, default=(0.0, 0))
+    tied = [rows for rows, _ in tables].count(vocabulary) == 1
     kinds = prediction.memory
     stored = kinds.get("parameters", 0)
     kept = stored + sum(kinds.get(kind, 0) for kind in ("frozen_parameters", "optimizer_state", "batch"))
@@ -63,4 +67,5 @@ def eager_peak(plan: Plan, prediction: Prediction) -> int | None:
     at_loss = root + block_bytes + kinds.get("activations", 0) + logits * _LOSS_BYTES + tensor_bytes((logits,), compute)
     in_layers = kinds.get("activations", 0) + root + trained + 2 * block_bytes
     sharing = math.prod(plan.mesh[axis] for axis in gathering_axes(plan))
-    return kept + max(at_loss, in_layers, 2 * trained + trained // sharing + stored, 2 * stored)
+    at_end = stored + max(2 * trained + trained // sharing, (root + 3 * table) * tied)
+    return kept + max(at_loss, in_layers, at_end, 2 * stored)

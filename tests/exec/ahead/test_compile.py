@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import autoshard
 from autoshard.base.worker import Worker
 from autoshard.cost import Topology, make_mesh
 from autoshard.errors import UserError
@@ -449,6 +450,30 @@ def test_modules_without_a_function_are_lowered_like_functions(program):
     params, wanted = jax.jit(program.fn)(*args)
     assert jnp.allclose(loss, wanted, rtol=1e-6) and jnp.allclose(up, params["up"], rtol=1e-6)
     assert jnp.allclose(down, params["down"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("topology", ["v5e:8x8", "v6e:8x8"])
+def test_unrolled_layers_that_recompute_gather_as_predicted(topology):
+    """Compile layers in a Python loop under FSDP over a whole slice, whose gathers would become sums if not staged."""
+    if importlib.util.find_spec("libtpu") is None:  # an optional extra
+        pytest.skip("libtpu is not installed")
+
+    def loss(weights, x):
+        for up, down in weights:
+            x = jax.checkpoint(lambda x, up, down: x + jax.nn.gelu(x @ up) @ down)(x, up, down)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    def step(weights, x):
+        narrow = jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g.astype(jnp.float32), weights, jax.grad(loss)(narrow, x))
+
+    shape = jax.ShapeDtypeStruct
+    weights = [(shape((1024, 4096), jnp.float32), shape((4096, 1024), jnp.float32)) for _ in range(2)]
+    program = trace(step, (weights, shape((65536, 1024), jnp.bfloat16)), donate_argnums=0)
+    pins = {"weights.*": "data,model", "x": "data+model,None"}
+    plan = autoshard.plan(program, topology=topology, mesh={"data": 32, "model": 2}, pins=pins)
+    compilation = compile_plan(program, plan, quick=True)
+    assert not [found for found in compilation.unforeseen if found.kind == "all-gather" or len(found.axes) == 2]
 
 
 def test_the_real_compiler_compiles_a_small_step(program):
