@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from autoshard.graph import LEAST_ROWS, TO_HOST
 from autoshard.planning.price.device_memory import (
     LiveBuffer,
-    collective_buffers,
     copied_updates,
     gathered_copies,
     reserve,
 )
+from autoshard.planning.price.gathered_buffers import copied_into_place, gathered_results, held_by_collectives
 from autoshard.planning.price.heap_placement import heap_holes, written_by_collectives
 from autoshard.planning.price.on_chip_memory import on_chip_room, without_on_chip
 from autoshard.planning.price.reshard_times import (
@@ -35,7 +35,6 @@ from autoshard.planning.price.reshard_times import (
 from autoshard.planning.price.softmax_credit import uncharged_bytes
 from autoshard.planning.price.sparse_core_rows import (
     OFFLOADING,
-    OffloadedGather,
     offloaded_gathers,
     sorted_indices,
     with_gathered_rows,
@@ -282,7 +281,8 @@ def _buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
 
     Buffers of collectives are included; on TPUs these are only the tables that gathers read.
     """
-    traits, gathered = model.mesh.topology.traits, dict(_gathered_results(model, choices))
+    local_of = functools.partial(_local_dims, model, choices)
+    traits, gathered = model.mesh.topology.traits, dict(gathered_results(model, choices, local_of))
     # The solver has these results as shards.
     buffers = [
         each._replace(size=gathered.get(each.tensor, each.size)) if each.stop > len(model.graph.ops) else each
@@ -299,10 +299,9 @@ def _buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
             if (node := model.nodes[reshard.target]).kind == "copy" and not node.memory
         }
         buffers += [*gathered_copies(model, choices, steps_to_copies), *_relaid_rows(model, choices)]
-        buffers += [*_copied_arguments(model, choices, gathered), *copied_updates(model, choices)]
+        buffers += [*copied_into_place(model, gathered), *copied_updates(model, choices)]
     if traits.tiled or traits.separate_collective_buffers:
         buffers += _exchanged_views(model, choices)
-    local_of = functools.partial(_local_dims, model, choices)
     offloaded = offloaded_gathers(model, choices, local_of)
     if model.mesh.topology.chip.name in OFFLOADING:
         buffers += sorted_indices(model.graph, local_of)
@@ -314,33 +313,10 @@ def _buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
         away = {tensor for each in offloaded.values() for tensor in each.tensors}
         buffers = [*without_on_chip(model, choices, buffers, room, away), *copies]
     if traits.separate_collective_buffers or traits.tiled:
-        buffers += _held_by_collectives(model, choices, offloaded)
+        buffers += held_by_collectives(model, choices, offloaded)
     if model.liveness.reserved:
         buffers = reserve(model.graph, buffers, model.liveness.reserved, traits.results_apart)
     return buffers
-
-
-def _held_by_collectives(
-    model: Model, choices: NDArray[np.int64], offloaded: Mapping[int, OffloadedGather]
-) -> Iterator[LiveBuffer]:
-    """Yield the buffers of collectives: on GPUs of all, on TPUs of those that gather tables off the chip.
-
-    - `offloaded`: gathers that sparse cores execute, by op.
-    """
-    apart = model.mesh.topology.traits.separate_collective_buffers
-
-    def has_buffer(reshard: Reshard) -> bool:
-        """Return True for all reshards on GPUs, and on TPUs for those of tables that gathers read."""
-        return apart or reshard.op >= 0 and model.graph.ops[reshard.op].kind == "gather"
-
-    steps = [reshard_time(model, each, choices).steps if has_buffer(each) else () for each in model.reshards]
-    # TPU compilers gather a table onto the chip if it fits there.
-    least = 0 if apart else model.residency.room
-    for held in (LiveBuffer(*each) for each in collective_buffers(model, choices, steps)):
-        gather = offloaded.get(held.start)
-        # Sparse cores read a copy with rows in order, once the gathered table is freed.
-        if held.size > least if gather is None else not gather.copied:
-            yield held
 
 
 def _exchanged_views(model: Model, choices: NDArray[np.int64]) -> Iterator[LiveBuffer]:
@@ -359,45 +335,6 @@ def _exchanged_views(model: Model, choices: NDArray[np.int64]) -> Iterator[LiveB
             continue
         size = model.padding.shard_bytes(view, _local_dims(model, choices, view), graph.tensors[view].itemsize)
         yield LiveBuffer(reshard.op, max(loop.stop for loop in loops), size, "temporaries", view)
-
-
-def _gathered_results(model: Model, choices: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Yield the results that are gathered at the end of the step, and their bytes on a device then.
-
-    An example are whole weights with split state, whose updates are computed in shards.
-    """
-    inputs = dict(model.structure.ties)
-    for reshard in model.reshards:
-        tensor = inputs.get(reshard.tensor, -1) if reshard.op < 0 else -1
-        steps = reshard_time(model, reshard, choices).steps if tensor >= 0 else ()
-        if any(kind == "all-gather" for kind, *_ in steps):
-            size = model.padding.shard_bytes(
-                tensor, _local_dims(model, choices, tensor), model.graph.tensors[tensor].itemsize
-            )
-            yield reshard.tensor, size
-
-
-def _copied_arguments(model: Model, choices: NDArray[np.int64], gathered: Mapping[int, int]) -> Iterator[LiveBuffer]:
-    """Yield the copies that TPU compilers make where results are gathered: of donated arguments, and of the results.
-
-    A loop that reads a donated argument reads a copy of it, since the gathered value gets the argument's place. Each
-    gathered value is copied into its place. Until then it lies in main memory if it exceeds on-chip memory, or on chips
-    of several cores. Evidence: docs/compiler_behaviour.md, "Results that are gathered".
-
-    - `gathered`: bytes of each gathered result (`_gathered_results`).
-    """
-    graph, inputs = model.graph, dict(model.structure.ties)
-    arguments = zip(graph.arguments, model.program.arguments, strict=True)
-    donated = {tensor for tensor, argument in arguments if argument.donated}
-    chip = model.mesh.topology.chip
-    room = 0 if chip.cores_per_chip > 1 else chip.vmem_bytes
-    for result, size in gathered.items():
-        maker, tensor = graph.maker(result), inputs[result]
-        if maker is not None and size > room:
-            yield LiveBuffer(maker.id, len(graph.ops), size, "temporaries", result)
-        loops = [graph.loops[op.loop] for op in graph.users[tensor] if op.loop >= 0]
-        if tensor in donated and loops:
-            yield LiveBuffer(0, max(loop.stop for loop in loops), size, "temporaries", tensor)
 
 
 def _relaid_rows(model: Model, choices: NDArray[np.int64]) -> Iterator[LiveBuffer]:

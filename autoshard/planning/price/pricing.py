@@ -145,7 +145,7 @@ class _Pricer(NodePricer):
         )  # fmt: skip
 
     def add_reshards(self, cluster_node: Sequence[int]) -> dict[tuple[int, int, int], int]:
-        """Add the reshards of all edges, ties and loop carries, and return the node of each copy by (tensor, block).
+        """Add the reshards of all edges, ties and loop carries, and return the node of each copy by use (`Op.use`).
 
         A tensor with several heavy consumers in a block, or one above `LARGE_SHARE` of the memory limit, gets a copy
         node that its consumers share.
@@ -166,12 +166,11 @@ class _Pricer(NodePricer):
             else:
                 groups[op.use(edge.operand)].append((op.id, edge.operand))
         copies = {}
-        for use, uses in groups.items():
-            tensor, block, _ = use
+        for (tensor, block, barrier), uses in groups.items():
             source = cluster_node[self.structure.cluster_of[tensor]]
             users = {op for op, _ in uses}
             if len(users) > 1 or self.graph.tensors[tensor].bytes > LARGE_SHARE * self.memory_limit:
-                copies[use] = source = self.add_copy(tensor, block, source, sorted(users))
+                copies[tensor, block, barrier] = source = self.add_copy(tensor, block, source, sorted(users))
             for op_id, operand in uses:
                 self.add_heavy_operand(self.graph.ops[op_id], operand, tensor, source, self.op_node[op_id])
         for pair in self.sum_places.joined.items():

@@ -22,7 +22,7 @@ class EightBits:
     """The form of matmuls of 8 bits."""
 
     form: str
-    """Key of `FORMS`."""
+    """The name of the dtype of 8 bits: a key of `FORMS`."""
     parts: int = 1
     """Parts of the first dim, each with scales of its own in the gradients of weights.
 

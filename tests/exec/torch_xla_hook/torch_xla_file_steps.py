@@ -13,6 +13,7 @@ def main() -> None:
     import torch
     import torch_xla
     import torch_xla.runtime as xr
+    from torch_xla import _XLAC
 
     import autoshard.torch_xla
 
@@ -39,7 +40,7 @@ def main() -> None:
         losses.append(loss.item())
     made = autoshard.torch_xla.session()
     assert made is not None
-    text = torch_xla._XLAC._get_xla_sharding_spec(model[0].weight)
+    text = _XLAC._get_xla_sharding_spec(model[0].weight)
     row = {"losses": losses, "weight": text, "plans": [(plan.program_name, plan.mesh) for plan in made.plans]}
     print("found " + json.dumps({"name": name} | row), flush=True)
 

@@ -1,0 +1,75 @@
+"""Buffers of collectives, and the results that a step gathers at its end."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.planning.price.device_memory import LiveBuffer, collective_buffers
+from autoshard.planning.price.reshard_times import reshard_time
+from autoshard.planning.price.sparse_core_rows import OffloadedGather
+from autoshard.planning.space.decision_model import Model, Reshard
+
+
+def gathered_results(
+    model: Model, choices: NDArray[np.int64], local_of: Callable[[int], Sequence[int]]
+) -> Iterator[tuple[int, int]]:
+    """Yield the results that are gathered at the end of the step, and their bytes on a device then.
+
+    An example are whole weights with split state, whose updates are computed in shards.
+
+    - `local_of`: dims of a tensor's shard.
+    """
+    inputs = dict(model.structure.ties)
+    for reshard in model.reshards:
+        tensor = inputs.get(reshard.tensor, -1) if reshard.op < 0 else -1
+        steps = reshard_time(model, reshard, choices).steps if tensor >= 0 else ()
+        if any(kind == "all-gather" for kind, *_ in steps):
+            itemsize = model.graph.tensors[tensor].itemsize
+            yield reshard.tensor, model.padding.shard_bytes(tensor, local_of(tensor), itemsize)
+
+
+def copied_into_place(model: Model, gathered: Mapping[int, int]) -> Iterator[LiveBuffer]:
+    """Yield the copies that TPU compilers make where results are gathered: of donated arguments, and of the results.
+
+    A loop that reads a donated argument reads a copy of it, since the gathered value gets the argument's place. Each
+    gathered value is copied into its place. Until then it lies in main memory if it exceeds on-chip memory, or on chips
+    of several cores. Evidence: docs/compiler_behaviour.md, "Results that are gathered".
+
+    - `gathered`: bytes of each gathered result (`gathered_results`).
+    """
+    graph, inputs = model.graph, dict(model.structure.ties)
+    arguments = zip(graph.arguments, model.program.arguments, strict=True)
+    donated = {tensor for tensor, argument in arguments if argument.donated}
+    chip = model.mesh.topology.chip
+    room = 0 if chip.cores_per_chip > 1 else chip.vmem_bytes
+    for result, size in gathered.items():
+        maker, tensor = graph.maker(result), inputs[result]
+        if maker is not None and size > room:
+            yield LiveBuffer(maker.id, len(graph.ops), size, "temporaries", result)
+        loops = [graph.loops[op.loop] for op in graph.users[tensor] if op.loop >= 0]
+        if tensor in donated and loops:
+            yield LiveBuffer(0, max(loop.stop for loop in loops), size, "temporaries", tensor)
+
+
+def held_by_collectives(
+    model: Model, choices: NDArray[np.int64], offloaded: Mapping[int, OffloadedGather]
+) -> Iterator[LiveBuffer]:
+    """Yield the buffers of collectives: on GPUs of all, on TPUs of those that gather tables off the chip.
+
+    - `offloaded`: gathers that sparse cores execute, by op.
+    """
+    apart = model.mesh.topology.traits.separate_collective_buffers
+
+    def has_buffer(reshard: Reshard) -> bool:
+        """Return True for all reshards on GPUs, and on TPUs for those of tables that gathers read."""
+        return apart or reshard.op >= 0 and model.graph.ops[reshard.op].kind == "gather"
+
+    steps = [reshard_time(model, each, choices).steps if has_buffer(each) else () for each in model.reshards]
+    # TPU compilers gather a table onto the chip if it fits there.
+    least = 0 if apart else model.residency.room
+    for held in (LiveBuffer(*each) for each in collective_buffers(model, choices, steps)):
+        gather = offloaded.get(held.start)
+        # Sparse cores read a copy with rows in order, once the gathered table is freed.
+        if held.size > least if gather is None else not gather.copied:
+            yield held
