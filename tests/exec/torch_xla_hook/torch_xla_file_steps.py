@@ -13,9 +13,9 @@ def main() -> None:
     import torch
     import torch_xla
     import torch_xla.runtime as xr
-    from torch_xla import _XLAC
 
     import autoshard.torch_xla
+    from autoshard.exec.torch_xla_hook.values.lazy_tensors import xlac
 
     width, name = sys.argv[1:]
     xr.use_spmd(auto=True)
@@ -40,7 +40,7 @@ def main() -> None:
         losses.append(loss.item())
     made = autoshard.torch_xla.session()
     assert made is not None
-    text = _XLAC._get_xla_sharding_spec(model[0].weight)
+    text = xlac()._get_xla_sharding_spec(model[0].weight)
     row = {"losses": losses, "weight": text, "plans": [(plan.program_name, plan.mesh) for plan in made.plans]}
     print("found " + json.dumps({"name": name} | row), flush=True)
 
