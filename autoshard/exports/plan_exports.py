@@ -11,7 +11,6 @@ from autoshard.base.units import format_bytes, format_seconds
 from autoshard.errors import FormError, UserError
 from autoshard.exports.export_text import partition
 from autoshard.exports.form_writers import writer_of
-from autoshard.exports.torch_forms.eager_memory import eager_peak
 from autoshard.planning import (
     Form,
     Plan,
@@ -20,6 +19,7 @@ from autoshard.planning import (
     Spec,
     by_name,
     check_names,
+    eager_peak,
     expressible_specs,
     form_named,
     held_remat,
@@ -101,11 +101,13 @@ def make_export(plan: Plan, form: str, program: Program | None = None, *, force:
             "and head gathered. The other figures are of a step compiled by XLA."
         )
         if over and plan.prediction.fits and not force:
+            within = plan.origin.form == known.name
+            remedy = "Plan with more --microbatches or a smaller --batch"
+            remedy = remedy if within else f"Repeat `autoshard plan` with --for {form}"
             raise FormError(
                 f"eager torch does not hold this plan in the {form} form: it needs {format_bytes(eager)} of one "
-                f"device{over}. It keeps logits in float32, and embedding and head gathered. Plan with more "
-                "--microbatches or a smaller --batch, or write it all the same with --force if the loss is computed in "
-                "chunks or compiled."
+                f"device{over}. It keeps logits in float32, and embedding and head gathered. {remedy}, "
+                "or write it all the same with --force if the loss is computed in chunks or compiled."
             )
     elif known.gathers:
         sentence += " The figures are of a step compiled by XLA; `autoshard degrees` has those of eager torch."

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 import autoshard
+from autoshard.cli import main
 from autoshard.errors import FormError
 from autoshard.exports import make_export
-from autoshard.exports.torch_forms.eager_memory import eager_peak
-from autoshard.planning import Plan
+from autoshard.planning import Plan, load_plan
+from autoshard.planning.forms.eager_memory import eager_peak
 from autoshard.program import open_source
 from tests import forked
 
@@ -101,3 +102,20 @@ def test_a_plan_that_eager_torch_does_not_hold_is_refused(tmp_path: Path) -> Non
     with pytest.raises(FormError, match="eager torch does not hold this plan in the fsdp2 form: it needs .* logits"):
         make_export(tight, "fsdp2", program)
     assert "more than the" in make_export(tight, "fsdp2", program, force=True).sentence
+
+
+def test_a_recipe_is_chosen_that_eager_torch_holds(tmp_path: Path) -> None:
+    """Give less memory than eager torch needs for the plain recipe, and more than the step that XLA compiles."""
+    plain, _ = _planned(tmp_path, LLAMA, 16, 256, "none")
+    needed = eager_peak(plain, plain.prediction)
+    assert needed is not None
+    limit = (needed + plain.prediction.peak_bytes) // 2
+    file = tmp_path / "plan.json"
+    command = f"plan hf:{tmp_path / 'config.json'} --train --batch 16 --seq 256 --topology h100:4 --mesh data=4"
+    assert main([*command.split(), "--memory-limit", f"{limit / 2**30:.6f}", "--for", "fsdp2", "--out", str(file)]) == 0
+    chosen = load_plan(file)
+    held = eager_peak(chosen, chosen.prediction)
+    assert held is not None and held <= limit < needed
+    assert main(["export", str(file), "--to", "fsdp2", "--out", str(tmp_path / "code.py")]) == 0
+    assert main([*command.split(), "--memory-limit", f"{limit / 2**30:.6f}", "--out", str(file)]) == 0
+    assert main(["export", str(file), "--to", "fsdp2", "--out", str(tmp_path / "code.py")]) == 3

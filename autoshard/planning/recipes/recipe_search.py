@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.base.shared_results import sharing_results
+from autoshard.base.units import format_bytes
 from autoshard.cost import Topology, candidate_meshes
 from autoshard.errors import InfeasibleError, UserError
+from autoshard.planning.forms.eager_memory import eager_peak
 from autoshard.planning.forms.export_forms import form_named
 from autoshard.planning.forms.held_recipes import holds_remat
 from autoshard.planning.mesh.mesh_attempt import Incumbent, unusable
@@ -169,6 +171,8 @@ class RecipeSearch:
         self.tables = PathTables(TABLES)
         if running.crew is not None:
             running.crew.share("tables", self.tables)
+        self.is_gathered = options.form is not None and form_named(options.form).gathers
+        """True for a form whose eager steps gather parameters, and need more memory than compiled ones."""
         self.counts: tuple[int, ...] = ()
         """Numbers of microbatches that may be chosen."""
         self.pipelines = PipelineMeshes(self.topology, self.make, self._task, running.crew)
@@ -299,6 +303,16 @@ class RecipeSearch:
         self.wall = {k: self.wall.get(k, 0.0) + result.wall_s.get(k, 0.0) for k in {**self.wall, **result.wall_s}}
         self.splits[recipe] = splits_sequence(result.plan.axis_roles)
         prediction = result.plan.prediction
+        eager = eager_peak(result.plan, prediction) if self.is_gathered else None
+        if self.of_source and eager is not None and eager > self.limit >= prediction.peak_bytes:
+            reason = f"does not fit: eager torch needs {format_bytes(eager)}"
+            self.tried.append(RecipeTried(recipe, RecipeOutcome.UNFIT, reason, elements=elements, bound_s=bound))
+            self.refused = InfeasibleError(
+                f"no recipe fits that the {options.form} form holds: eager torch needs {format_bytes(eager)} of one "
+                f"device for {recipe}, more than {format_bytes(self.limit)}. It keeps logits in float32, and embedding "
+                "and head gathered. Use a smaller --batch or more devices, or plan without --for."
+            )
+            return False
         times = prediction.step_time_s, elements, prediction.peak_bytes, bound, prediction.expected_s
         row = with_skipped_meshes(
             RecipeTried(recipe, RecipeOutcome.PLANNED, "", *times, None, forecast), *skipped_meshes

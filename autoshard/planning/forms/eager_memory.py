@@ -4,12 +4,10 @@ import collections
 import math
 import re
 
-from autoshard.exports.torch_forms.parallel_styles import gathering_axes
-from autoshard.exports.torch_forms.torch_recipe import dtypes, microbatches_of
-from autoshard.planning import Plan
+from autoshard.base.units import dtype_bits
 from autoshard.planning.record.plan_parts import Prediction
+from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.record.spec import is_stacked
-from autoshard.report.figures import tensor_bytes
 
 
 _LOSS_BYTES = 3 * 4
@@ -37,10 +35,11 @@ def eager_peak(plan: Plan, prediction: Prediction) -> int | None:
 
     - `prediction`: figures of the step as XLA compiles it, with kinds of memory at its peak.
     """
-    compute, _ = dtypes(plan)
-    labels = plan.shapes.get("batch.labels")
-    if not compute or not labels or "optimizer_state" not in plan.roles.values():
+    source, labels = plan.source, plan.shapes.get("batch.labels")
+    if source is None or not source.is_configuration or not labels or "optimizer_state" not in plan.roles.values():
         return None
+    options = {**source.options, **({} if plan.recipe is None else plan.recipe.chosen)}
+    itemsize = dtype_bits(str(options.get("dtype") or "bfloat16")) // 8
     root, trained = 0, 0
     tables: list[tuple[float, int]] = []
     blocks: dict[str, int] = collections.Counter()
@@ -49,7 +48,7 @@ def eager_peak(plan: Plan, prediction: Prediction) -> int | None:
             continue
         shape, dims = plan.shapes[name], plan.arguments[name].dims
         kept_apart = [math.prod(plan.mesh[a] for a in axes if a not in plan.batch_axes) for axes in dims]
-        size = tensor_bytes(shape, compute) // math.prod(kept_apart)
+        size = math.prod(shape) * itemsize // math.prod(kept_apart)
         block = re.match(r".*?\.(?:\*|\[[^.]*\]|\d+)(?=\.)", name)
         if block is not None:
             blocks[block[0]] += size // (shape[0] if is_stacked(name) else 1)
@@ -62,10 +61,11 @@ def eager_peak(plan: Plan, prediction: Prediction) -> int | None:
     kinds = prediction.memory
     stored = kinds.get("parameters", 0)
     kept = stored + sum(kinds.get(kind, 0) for kind in ("frozen_parameters", "optimizer_state", "batch"))
-    parts = microbatches_of(plan) * math.prod(plan.mesh[axis] for axis in plan.batch_axes)
+    parts = int(options.get("microbatches") or 1) * math.prod(plan.mesh[axis] for axis in plan.batch_axes)
     logits = math.ceil(math.prod(labels) * vocabulary / parts)
-    at_loss = root + block_bytes + kinds.get("activations", 0) + logits * _LOSS_BYTES + tensor_bytes((logits,), compute)
+    at_loss = root + block_bytes + kinds.get("activations", 0) + logits * (_LOSS_BYTES + itemsize)
     in_layers = kinds.get("activations", 0) + root + trained + 2 * block_bytes
-    sharing = math.prod(plan.mesh[axis] for axis in gathering_axes(plan))
+    splitting = {axis for name in plan.arguments if plan.is_weight(name) for axis in plan.arguments[name].axes}
+    sharing = math.prod(plan.mesh[axis] for axis in set(plan.batch_axes) & splitting or plan.batch_axes)
     at_end = stored + max(2 * trained + trained // sharing, (root + 3 * table) * tied)
     return kept + max(at_loss, in_layers, at_end, 2 * stored)
