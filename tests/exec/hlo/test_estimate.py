@@ -193,7 +193,8 @@ def test_transfers_between_slices_run_on_the_network():
     )
     alone = estimate(module(head + tail), mesh)
     slowest = SIZE / mesh.topology.chip.network_bytes_per_s_per_chip
-    assert alone.exposed_comm_s == pytest.approx(slowest, rel=0.5) and alone.exposed_comm_s >= slowest
+    # Slices that share the network slow each other down.
+    assert slowest <= alone.exposed_comm_s <= 2 * slowest
     beside = estimate(module(head + matmul("d") + tail), mesh)
     assert beside.step_time_s == pytest.approx(alone.step_time_s)
     assert beside.hidden_comm_s == pytest.approx(ONE)
