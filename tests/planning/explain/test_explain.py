@@ -187,14 +187,13 @@ def test_a_set_of_flags_is_named_proposed_and_preserved(monkeypatch: pytest.Monk
     machine = {"topology": "v6e:2x4", "mesh": "data=4,model=2", "calibration": False}
     plain = make_plan(program, Options(**machine)).plan
     gains = plain.provenance["flag_sets"]
-    assert gains["sparsecore"] < 0.98 * plain.prediction.step_time_s
+    best = min(gains, key=lambda name: gains[name])
+    assert {"async", "sparsecore"} == set(gains) and gains[best] < 0.98 * plain.prediction.step_time_s
     (said,) = [line for line in step_limits(plain) if "--xla-flags" in line]
-    assert said.startswith("With --xla-flags sparsecore this plan takes")
-    named = make_plan(program, Options(**machine, xla_flags="sparsecore")).plan
-    assert named.prediction.step_time_s <= gains["sparsecore"]  # at least what the same plan gains
-    assert named.provenance["xla_flags"]["from"] == "sparsecore" and "sparsecore" not in named.provenance.get(
-        "flag_sets", {}
-    )
+    assert said.startswith(f"With --xla-flags {best} this plan takes")
+    named = make_plan(program, Options(**machine, xla_flags=best)).plan
+    assert named.prediction.step_time_s <= gains[best]  # at least what the same plan gains
+    assert named.provenance["xla_flags"]["from"] == best and best not in named.provenance.get("flag_sets", {})
     flags = " ".join(named.provenance["xla_flags"]["flags"])
     assert f'LIBTPU_INIT_ARGS="{flags}"' in export_plan(named, "jax", program)
     monkeypatch.setenv("LIBTPU_INIT_ARGS", flags)
