@@ -197,9 +197,11 @@ def test_transfers_between_slices_run_on_the_network():
     assert slowest <= alone.exposed_comm_s <= 2 * slowest
     beside = estimate(module(head + matmul("d") + tail), mesh)
     assert beside.step_time_s == pytest.approx(alone.step_time_s)
-    assert beside.hidden_comm_s == pytest.approx(ONE)
+    # A step waits for the slower slice, whose matmul takes a little longer.
+    assert ONE <= beside.hidden_comm_s <= 1.02 * ONE
     (between,) = beside.traffic.items()
-    assert between[0] == ("all-reduce", True) and between[1].sent_s - between[1].waited_s == pytest.approx(ONE)
+    assert between[0] == ("all-reduce", True)
+    assert between[1].sent_s - between[1].waited_s == pytest.approx(beside.hidden_comm_s)
     # Inside a slice only the slice's part of the axis is priced.
     inner = estimate(module(f"  ROOT %r = {BIG} all-reduce(%p), {DATA}, to_apply=%add"), mesh)
     assert inner.step_time_s < alone.step_time_s / 2
