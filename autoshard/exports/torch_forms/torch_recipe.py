@@ -1,9 +1,7 @@
 """Code for torch of a plan's recipe: the layers that recompute, the dtype of compute, and sentences on the rest."""
 
-from typing import Any
-
 from autoshard.errors import UserError
-from autoshard.planning import Plan, planned_remat
+from autoshard.planning import Plan, chosen_options, planned_remat
 from autoshard.program import Remat
 from autoshard.report.figures import largest_dtype
 
@@ -94,7 +92,7 @@ def recipe_lacks(plan: Plan, *, recomputed: bool, mixed: bool) -> tuple[str, ...
             f"compute in {compute} with parameters in {stored}, which the figures count: autocast, or `bf16=True` of a "
             "Trainer."
         )
-    microbatches = microbatches_of(plan)
+    microbatches = int(chosen_options(plan).get("microbatches") or 1)
     if microbatches > 1:
         lacks.append(
             f"{microbatches} microbatches, which the figures count: call `backward` for each part of the batch, then "
@@ -105,12 +103,6 @@ def recipe_lacks(plan: Plan, *, recomputed: bool, mixed: bool) -> tuple[str, ...
             "attention by cuDNN: call the model under `sdpa_kernel(SDPBackend.CUDNN_ATTENTION)` of torch.nn.attention."
         )
     return tuple(lacks)
-
-
-def _options(plan: Plan) -> dict[str, Any]:
-    """Return the options of the plan's source, with the choices of its recipe."""
-    options = {} if plan.source is None else dict(plan.source.options)
-    return options | ({} if plan.recipe is None else dict(plan.recipe.chosen))
 
 
 def planned_layers(plan: Plan) -> Remat | None:
@@ -127,13 +119,8 @@ def _parts(plan: Plan) -> tuple[tuple[str, int], ...]:
     return () if remat is None else tuple((policy.split(",")[0], count) for policy, count in remat.parts)
 
 
-def microbatches_of(plan: Plan) -> int:
-    """Return the number of microbatches of the plan's recipe."""
-    return int(_options(plan).get("microbatches") or 1)
-
-
 def dtypes(plan: Plan) -> tuple[str, str]:
     """Return the dtypes of compute and of the largest parameter; ("", "") for a source whose dtype is not known."""
     if plan.source is None or not plan.source.is_configuration:
         return "", ""
-    return str(_options(plan).get("dtype") or "bfloat16"), largest_dtype(plan, "parameter")
+    return str(chosen_options(plan).get("dtype") or "bfloat16"), largest_dtype(plan, "parameter")

@@ -3,6 +3,7 @@
 import collections
 import math
 import re
+from typing import Any
 
 from autoshard.base.units import dtype_bits
 from autoshard.planning.record.plan_parts import Prediction
@@ -16,6 +17,12 @@ _LOSS_BYTES = 3 * 4
 `log_softmax` keeps its result, `nll_loss` makes its gradient, and `log_softmax` the gradient of the logits.
 transformers and torchtitan both widen logits before the loss. Loops that keep the model's outputs keep the logits too.
 """
+
+
+def chosen_options(plan: Plan) -> dict[str, Any]:
+    """Return the options of the plan's source, with the choices of its recipe; empty without both."""
+    options = {} if plan.source is None else dict(plan.source.options)
+    return options | ({} if plan.recipe is None else dict(plan.recipe.chosen))
 
 
 def eager_peak(plan: Plan, prediction: Prediction) -> int | None:
@@ -38,7 +45,7 @@ def eager_peak(plan: Plan, prediction: Prediction) -> int | None:
     source, labels = plan.source, plan.shapes.get("batch.labels")
     if source is None or not source.is_configuration or not labels or "optimizer_state" not in plan.roles.values():
         return None
-    options = {**source.options, **({} if plan.recipe is None else plan.recipe.chosen)}
+    options = chosen_options(plan)
     itemsize = dtype_bits(str(options.get("dtype") or "bfloat16")) // 8
     root, trained = 0, 0
     tables: list[tuple[float, int]] = []
