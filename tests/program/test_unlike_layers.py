@@ -137,7 +137,7 @@ def stacked(program):
     return [name for name in program.weights if name.endswith("bias") and len(program.weights[name]) > 1]
 
 
-# Private names are compared as public ones are, whatever they hold.
+# Layers are compared by what their attributes hold, whether a name is private or public.
 PRIVATE = ("tensor", "closure", "number in a condition")
 
 

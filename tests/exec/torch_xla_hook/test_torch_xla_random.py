@@ -1,5 +1,9 @@
-"""Random scripts: every tensor that a script can reach is as in eager torch, and what shares storage still does."""
+"""Random scripts: every tensor that a script can reach is as in eager torch, and what shares storage still does.
 
+Ten scripts, and 25 in full; `experiments/torch_xla/torch_xla_random.py` runs more.
+"""
+
+import functools
 from typing import Any
 
 import pytest
@@ -12,18 +16,19 @@ from tests.exec.torch_xla_hook.torch_xla_random_scripts import CASES, LEAST  # n
 
 MODULE = "torch_xla_random_scripts"
 
-SCRIPTS = tuple(CASES)[:25]
+FEW, FURTHER = tuple(CASES)[:10], tuple(CASES)[10:25]
+SCRIPTS = [*((FEW, name) for name in FEW), *(pytest.param(FURTHER, name, marks=pytest.mark.full) for name in FURTHER)]
 
 
-@pytest.fixture(scope="module")
-def planned() -> dict[str, dict[str, Any]]:
-    """Run the scripts under auto-sharding, in one process."""
-    return modes.run_mode("auto", MODULE, *SCRIPTS)
+@functools.cache
+def planned(names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """Run scripts under auto-sharding, in one process."""
+    return modes.run_mode("auto", MODULE, *names)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_random_script_equals_eager_torch(planned: dict[str, Any], name: str):
-    row = planned[name]
+@pytest.mark.parametrize(("together", "name"), SCRIPTS)
+def test_a_random_script_equals_eager_torch(together: tuple[str, ...], name: str):
+    row = planned(together)[name]
     off, where = modes.worst(row["numbers"], modes.eager(MODULE, name), LEAST)
     assert off < 1e-5, where
     assert row["warned"] == [] and row["plans"] >= 1
