@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from autoshard.planning import Plan, Spec, mesh_words
+from autoshard.planning import FORMS, Plan, Rest, Spec, mesh_words
 from autoshard.report.display import clean
 
 
@@ -138,6 +138,7 @@ def _parts(plan: Plan, axis: str) -> list[str]:
 def unpinned(
     plan: Plan,
     instead: str = "XLA's propagation chooses them instead",
+    rest: Rest = Rest.XLA,
     local_batch: bool = False,
     on_shards: bool = False,
 ) -> tuple[str, ...]:
@@ -147,22 +148,28 @@ def unpinned(
     The kinds are pinned intermediates, ops and calls that run on shards, and tensors in host memory.
 
     - `instead`: end of the sentence on intermediates.
+    - `rest`: the system that splits values inside of the step. A plan that was made for it has no value that it omits.
     - `local_batch`: True if every process computes its part of the batch, calls included.
     - `on_shards`: True if the export runs grouped convolutions on shards of the batch (`ON_SHARDS`).
     """
-    lacks = []
-    if plan.pins:
+    lacks, within = [], FORMS.get(plan.origin.form)
+    held = within is not None and within.splits_inside and within.rest is rest
+    if plan.pins and not held:
         lacks.append(f"the {len(plan.pins)} intermediates that the plan pins; {instead}.")
     if on_shards and convolves(plan) and _splits_images(plan):
         lacks.append(
             "images split in space; XLA then gives wrong gradients of some convolutions and pools (docs/limits.md)."
         )
-    if plan.regions and not on_shards:
+    if plan.regions and not on_shards and not held:
         lacks.append(
             f"the {len(plan.regions)} convolutions and pools that the plan runs shard by shard; they are split some "
             "other way, which in XLA gives wrong gradients of some (docs/limits.md)."
         )
-    if not local_batch and any(spec.axes for call in plan.calls for spec in (*call.operands, *call.results)):
+    if (
+        not local_batch
+        and not held
+        and any(spec.axes for call in plan.calls for spec in (*call.operands, *call.results))
+    ):
         lacks.append(f"the {len(plan.calls)} calls that the plan runs on shards; every device runs them whole.")
     if plan.host:
         lacks.append(f"the {len(plan.host)} tensors that the plan has in the hosts' memory; they stay on the devices.")

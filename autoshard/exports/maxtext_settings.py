@@ -6,7 +6,7 @@ from autoshard.cost import Topology
 from autoshard.errors import FormError, UserError
 from autoshard.exports.export_text import comment, head, unpinned
 from autoshard.exports.form_writers import writes
-from autoshard.planning import Plan, maxtext_uses, planned_remat
+from autoshard.planning import Plan, Rest, maxtext_uses, planned_remat
 from autoshard.program import Policy, read_config
 from autoshard.report.display import clean
 
@@ -36,7 +36,7 @@ def maxtext_text(plan: Plan, sentence: str) -> str:
     remat, missing = _remat(plan)
     piped, unpiped = _pipeline(plan, math.prod(plan.mesh[axis] for axis, use in uses.items() if use == "pipeline"))
     lacks = (
-        *unpinned(plan),
+        *unpinned(plan, rest=Rest.MAXTEXT),
         "single tensors that are split in another way than the rest; MaxText's own rules split by kind of dim.",
         "the device order.",
         *missing,

@@ -29,7 +29,7 @@ from autoshard.cost import (
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.planning.explain.write_plan import WhenAsked, Writer
 from autoshard.planning.forms.export_forms import Form, Rest, check_names, form_named
-from autoshard.planning.forms.lost_values import without_pins
+from autoshard.planning.forms.lost_values import as_held
 from autoshard.planning.forms.within_form import plan_within
 from autoshard.planning.mesh.baseline_mesh import with_baselines
 from autoshard.planning.mesh.mesh_attempt import Incumbent, MeshAttempts, MeshBest
@@ -222,7 +222,7 @@ def make_plan(
     if form is None:
         plan = writer.write(first, searched.tried)
     else:
-        plan = without_pins(writer.write(first, searched.tried), form, found.best.outcome.step_time_s, other)
+        plan = as_held(writer.write(first, searched.tried), form, found.best.outcome.step_time_s, other)
     baseline_plans = WhenAsked(
         {
             name: functools.partial(baseline_writer.write, contender(compared.model, compared.found, c, name, ""))

@@ -9,7 +9,7 @@ from autoshard.exports.export_text import head, unpinned
 from autoshard.exports.form_writers import writes
 from autoshard.exports.torch_forms.parallel_styles import batch_and_tensor_axes, check_axes
 from autoshard.exports.torch_forms.torch_recipe import dtypes, planned_layers, recipe_lacks
-from autoshard.planning import Plan
+from autoshard.planning import Plan, Rest
 from autoshard.program import Program
 
 
@@ -55,7 +55,7 @@ def accelerate_text(plan: Plan, sentence: str, program: Program | None) -> str:
     compute, stored = dtypes(plan)
     precision = _PRECISIONS.get(compute, "no") if compute != stored else "no"
     lacks = (
-        *unpinned(plan, "every process computes its part of the batch", local_batch=True),
+        *unpinned(plan, "every process computes its part of the batch", Rest.DTENSOR, local_batch=True),
         "the dims by which the batch's devices split parameters: FSDP splits the first dim of each.",
         "the batch: give each process its part, as Accelerate's data loaders do.",
         *unlike,

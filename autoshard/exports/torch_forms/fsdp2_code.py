@@ -15,7 +15,7 @@ from autoshard.exports.torch_forms.parallel_styles import (
 from autoshard.exports.torch_forms.torch_code import plan_inputs, plan_parameters
 from autoshard.exports.torch_forms.torch_recipe import mixed_code, recipe_lacks, recompute_code
 from autoshard.exports.torch_forms.whole_calls import WHOLE_CALLS, WHOLE_IMPORTS, WHOLE_SENTENCE
-from autoshard.planning import Plan, Spec, module_pattern
+from autoshard.planning import Plan, Rest, Spec, module_pattern
 
 
 _FSDP2 = '''
@@ -158,9 +158,9 @@ def fsdp2_text(plan: Plan, sentence: str) -> str:
     elsewhere = sorted({name for name, spec in inputs.items() for axis in spec.axes if axis not in data})
     lacks = (
         *(
-            unpinned(plan, "DTensor splits each op as its operands are")
+            unpinned(plan, "DTensor splits each op as its operands are", Rest.DTENSOR)
             if tensor
-            else unpinned(plan, "every process computes its part of the batch", local_batch=True)
+            else unpinned(plan, "every process computes its part of the batch", Rest.DTENSOR, local_batch=True)
         ),
         *lost,
         *([f"{', '.join(unlike)}: split by some of the axes, by several dims or unevenly."] if unlike else []),

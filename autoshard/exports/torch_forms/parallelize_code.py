@@ -16,7 +16,7 @@ from autoshard.exports.torch_forms.parallel_styles import (
 )
 from autoshard.exports.torch_forms.torch_recipe import mixed_code, recipe_lacks, recompute_code
 from autoshard.exports.torch_forms.transformers_styles import read_transformers
-from autoshard.planning import Plan
+from autoshard.planning import Plan, Rest
 from autoshard.program import Program
 
 
@@ -172,7 +172,7 @@ def transformers_text(plan: Plan, sentence: str, program: Program | None) -> str
     styles = read_transformers(plan, program)
     check_axes(plan, "transformers")
     if styles.gathers and styles.tensor == 1:
-        lacks = unpinned(plan, "every process computes its part of the batch", local_batch=True)
+        lacks = unpinned(plan, "every process computes its part of the batch", Rest.DTENSOR, local_batch=True)
     else:
         lacks = _lacks(plan, styles.tensor, styles.rules, styles.lacks)
     lacks = (*lacks, *recipe_lacks(plan, recomputed=False, mixed=False))
@@ -223,7 +223,7 @@ def torchtitan_text(plan: Plan, sentence: str, program: Program | None) -> str:
         if styles.tied:
             tied = _TIED.format(rows=", ".join(f"{name!r}: {_CALLS[style]}" for name, style in styles.tied.items()))
     else:
-        lacks = unpinned(plan, "every process computes its part of the batch", local_batch=True)
+        lacks = unpinned(plan, "every process computes its part of the batch", Rest.DTENSOR, local_batch=True)
     if data:
         lacks = (*lacks, "the dims by which the batch's devices split parameters: FSDP splits the first dim of each.")
     check_axes(plan, "torchtitan")
@@ -268,4 +268,4 @@ def _lacks(plan: Plan, tensor: int, styles: Mapping[str, str], own: tuple[str, .
     if tensor == 1:
         raise FormError("tensor parallelism over one device splits nothing: the plan splits only the batch.")
     whole = [f"values that stay split around {', '.join(gathers)}: they are gathered there."] if gathers else []
-    return (*unpinned(plan, "each style gathers and sums what it has to"), *own, *whole)
+    return (*unpinned(plan, "each style gathers and sums what it has to", Rest.DTENSOR), *own, *whole)

@@ -4,7 +4,7 @@ from autoshard.exports.export_text import head, order_text, table, unpinned
 from autoshard.exports.form_writers import writes
 from autoshard.exports.torch_forms.torch_recipe import recipe_lacks
 from autoshard.exports.torch_forms.whole_calls import WHOLE_CALLS, WHOLE_IMPORTS, WHOLE_SENTENCE
-from autoshard.planning import Plan, Spec, dims_by_axis, is_stacked, layer_spec, module_pattern, spec_text
+from autoshard.planning import Plan, Rest, Spec, dims_by_axis, is_stacked, layer_spec, module_pattern, spec_text
 
 
 def plan_parameters(plan: Plan) -> tuple[dict[str, Spec], tuple[str, ...]]:
@@ -156,7 +156,7 @@ def dtensor_text(plan: Plan, sentence: str) -> str:
     inputs = {name: row(name, spec) for name, spec in plan_inputs(plan).items()}
     order = plan.device_order != tuple(range(len(plan.device_order)))
     lacks = (
-        *unpinned(plan, "DTensor splits each op as its operands are"),
+        *unpinned(plan, "DTensor splits each op as its operands are", Rest.DTENSOR),
         *lost,
         *unlike,
         WHOLE_SENTENCE,

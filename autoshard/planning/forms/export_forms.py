@@ -78,6 +78,13 @@ class Form:
     shares_batch: bool = False
     """True if the form needs an axis that splits the batch."""
 
+    @property
+    def splits_inside(self) -> bool:
+        """True if the form's own framework splits values inside of the step, by rules that are priced; False if the
+        form leaves them to XLA.
+        """
+        return self.rest in (Rest.DTENSOR, Rest.MAXTEXT)
+
 
 FORMS = {
     form.name: form

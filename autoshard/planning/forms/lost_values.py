@@ -1,4 +1,4 @@
-"""Values that a form splits otherwise than the plan, since it leaves them to XLA's propagation; plans without pins."""
+"""Values that a form splits otherwise than the plan, and plans as a form holds them."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -33,22 +33,28 @@ class LostValue:
     """The plan's spec."""
 
 
-def without_pins(plan: Plan, form: Form, free_s: float, other: Candidate | None = None) -> Plan:
-    """Return a plan without pins, regions and calls, which the form cannot express, and with a warning about that.
+def as_held(plan: Plan, form: Form, free_s: float, other: Candidate | None = None) -> Plan:
+    """Return a plan made within a form, with a warning about what the form lacks.
+
+    Pins, regions and calls stay if the form's own framework splits values inside of the step: they make XLA follow it,
+    wherever the plan is compiled or run here. Other forms leave such values to XLA, so the plan has none.
 
     `free_s` is the step time in seconds without the form; the warning names it if the plan is slower by `NOTICED`. It
     also names baselines that are faster, and `other`, a faster plan in another form.
     """
-    line = f"planned within what the {form.name} form can hold: nothing inside the step is pinned"
+    line, parts = f"planned within what the {form.name} form can hold", {}
+    if not form.splits_inside:
+        line += ": nothing inside the step is pinned"
+        parts = {"pins": (), "regions": (), "calls": ()}
     if plan.prediction.step_time_s > free_s * (1 + NOTICED):
-        line += f"; a plan with pins takes {format_seconds(free_s)} a step"
+        line += f"; a plan without the form takes {format_seconds(free_s)} a step"
     lines = [f"{line}."]
     if plan.origin.not_held:
         line = f"the {form.name} form cannot hold {', '.join(plan.origin.not_held)} as priced"
         if other is not None:
             line += f"; on this mesh, --for {other.name} takes {format_seconds(other.outcome.step_time_s)} a step"
         lines.append(f"{line}.")
-    return dataclasses.replace(plan, pins=(), regions=(), calls=(), warnings=(*plan.warnings, *lines))
+    return dataclasses.replace(plan, **parts, warnings=(*plan.warnings, *lines))
 
 
 def lost_values(plan: Plan, program: Program, form: Form) -> Iterator[LostValue]:

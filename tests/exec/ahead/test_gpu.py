@@ -53,6 +53,16 @@ def test_a_step_is_compiled_as_planned_with_no_gpu(topology: str, mesh: str) -> 
 
 
 @NEEDS_PLUGIN
+def test_a_plan_for_a_framework_that_gathers_is_compiled_as_planned() -> None:
+    """Without the plan's pins, the partitioner splits hidden values by the weights, and sends 40 times as much."""
+    program = config_program(FIELDS, train=True, batch=16, seq=512, remat="dots", microbatches=2)
+    plan = make_plan(program, Options(topology="h100:8", mesh="data=8", form="fsdp2")).plan
+    found = compile_plan(program, plan, 300.0)
+    assert found.wire_predicted["data"] > 0
+    assert found.wire_compiled == pytest.approx(found.wire_predicted, rel=0.05)
+
+
+@NEEDS_PLUGIN
 def test_plans_for_gpus_are_judged_by_their_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOSHARD_DATA_DIR", str(tmp_path))
 
