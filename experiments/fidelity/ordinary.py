@@ -3,11 +3,12 @@
     python experiments/fidelity/ordinary.py [--seeds 0-39] [--topologies v5e:2x4 ...] [--against] [--again] [--write]
 
 Programs are those of `lib/programs/ordinary_programs.py`. A row is one seed on one topology and mesh; it takes two to
-thirty seconds. Memory is compared with what the compiled program reserves, time with the compiler's schedule.
-`--against` compiles data, tensor and ZeRO-1 parallelism and FSDP (by pins) too. `--limit` plans again within the memory
-that the compiler reserved, and compiles that plan: one that is foreseen to fit must. `--write` stores the errors by
-class of ops in `autoshard/planning/explain/prediction_errors.json`, from all saved rows; plans state them. Seeds
-below zero are state-space models (`--seeds=-42--40`).
+thirty seconds. A row that is there takes less with `--again`: the plan is compiled only if it has changed. Memory is
+compared with what the compiled program reserves, time with the compiler's schedule. `--against` compiles data, tensor
+and ZeRO-1 parallelism and FSDP (by pins) too. `--limit` plans again within the memory that the compiler reserved, and
+compiles that plan: one that is foreseen to fit must. `--write` stores the errors by class of ops in
+`autoshard/planning/explain/prediction_errors.json`, from all saved rows; plans state them. Seeds below zero are
+state-space models (`--seeds=-42--40`).
 """
 
 import collections
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.lib.harness import ROOT, Experiment, Rows, grid, own_parser, page
 from experiments.lib.programs.ordinary_programs import kind_of, ordinary
-from experiments.lib.saved_results import Results
+from experiments.lib.saved_results import Results, figures_digest
 
 
 if TYPE_CHECKING:
@@ -47,20 +48,32 @@ def name_of(seed: int, topology: str) -> str:
     return f"{seed:03d} {topology} {MESHES[topology][seed % 2]}"
 
 
-def judge(name: str, against: bool = False, limit: bool = False) -> dict[str, Any]:
-    """Plan and compile one row; with `against` the simple plans too, with `limit` a plan within the compiled memory."""
+def judge(
+    name: str, against: bool = False, limit: bool = False, known: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Plan and compile one row; with `against` the simple plans too, with `limit` a plan within the compiled memory.
+
+    Compiled figures are those of the `known` row where the inputs of the compilation have not changed.
+    """
     seed, topology, mesh = name.split()
     program = _program(int(seed))
     sizes = {axis: int(size) for axis, _, size in (part.partition("=") for part in mesh.split(","))}
-    row: dict[str, Any] = {"kind": kind_of(int(seed))} | _figures(program, topology, sizes, {})
+    known = known or {}
+    row: dict[str, Any] = {"kind": kind_of(int(seed))} | _figures(program, topology, sizes, {}, known)
     if against and "error" not in row:
         axes = tuple(sizes)
         row["against"] = {
-            simple: _figures(program, topology, sizes, _pins(program, row["kind"], axes, roles, model))
+            simple: _figures(
+                program,
+                topology,
+                sizes,
+                _pins(program, row["kind"], axes, roles, model),
+                known.get("against", {}).get(simple, {}),
+            )
             for simple, (roles, model) in SIMPLE.items()
         }
     if limit and "error" not in row:
-        row["limited"] = _figures(program, topology, sizes, {}, row["memory"]["compiled"])
+        row["limited"] = _figures(program, topology, sizes, {}, known.get("limited", {}), row["memory"]["compiled"])
     return row
 
 
@@ -70,43 +83,65 @@ def _program(seed: int) -> "Program":
 
 
 def _figures(
-    program: "Program", topology: str, mesh: Mapping[str, int], pins: Mapping[str, Any], limit: int | None = None
+    program: "Program",
+    topology: str,
+    mesh: Mapping[str, int],
+    pins: Mapping[str, Any],
+    known: Mapping[str, Any],
+    limit: int | None = None,
 ) -> dict[str, Any]:
-    """Plan under the pins within `limit` bytes, compile, and return predicted and compiled figures, or the error."""
+    """Plan under the pins within `limit` bytes, and return predicted and compiled figures, or the error.
+
+    - `known`: figures of the row as it was; empty if there are none.
+    """
     from autoshard.errors import UserError
-    from autoshard.exec.ahead.compile_plans import compile_figures, compile_plan
     from autoshard.planning import Options, make_plan
     from autoshard.planning.space.user_constraints import read_asked
 
     try:
         options = Options(topology=topology, mesh=mesh, asked=read_asked(pins=pins), memory_limit=limit)
         plan: Plan = make_plan(program, options).plan
-        figures = compile_figures(compile_plan(program, plan, 600.0, quick=True))
+        inputs = figures_digest(program, plan)
+        compiled = known if known.get("inputs") == inputs else _compiled(program, plan)
     except UserError as error:
         return {"error": str(error)[:300]}
-    compiled = figures["memory"]["compiled"]
+    prediction = plan.prediction
+    predicted = {
+        "memory": {"predicted": prediction.peak_bytes, "predicted_by_kind": dict(prediction.memory)},
+        "wire": {"predicted": sum(prediction.wire_bytes.values())},
+        "seconds": {"predicted": prediction.step_time_s},
+    }
+    return {
+        "inputs": inputs,
+        "verdict": compiled["verdict"],
+        **{what: compiled[what] | figures for what, figures in predicted.items()},
+        "unforeseen": compiled["unforeseen"],
+        "classes": _class_shares(program, plan),
+        "specs": {argument: str(spec) for argument, spec in plan.arguments.items()},
+    }
+
+
+def _compiled(program: "Program", plan: "Plan") -> dict[str, Any]:
+    """Compile the plan and return the figures of the compiled program. Raises `UserError` as `compile_plan` does."""
+    from autoshard.exec.ahead.compile_plans import compile_figures, compile_plan
+
+    figures = compile_figures(compile_plan(program, plan, 600.0, quick=True))
+    reserved = figures["memory"]["compiled"]
     timed = figures["time"] or {}
     return {
         "verdict": figures["verdict"],
         "memory": {
-            "predicted": plan.prediction.peak_bytes,
             "compiled": figures["peak_bytes"]["reserved"],
-            "predicted_by_kind": figures["memory"]["predicted"],
             "compiled_by_kind": figures["memory"]["compiled_at_peak"],
         }
-        | {part: compiled[part] for part in ("arguments", "results", "donated", "temporaries") if part in compiled},
-        "wire": {
-            side: sum(axis[side] for axis in figures["wire_bytes"].values()) for side in ("predicted", "compiled")
-        },
-        "unforeseen": max((each["share"] for each in figures["unforeseen"]), default=0.0),
+        | {part: reserved[part] for part in ("arguments", "results", "donated", "temporaries") if part in reserved},
+        "wire": {"compiled": sum(axis["compiled"] for axis in figures["wire_bytes"].values())},
         "seconds": {
-            "predicted": figures["step_time_s"]["predicted"],
             "compiled": figures["step_time_s"]["estimated"],
             "exposed": timed.get("exposed_comm_s"),
             "by_kind": timed.get("by_kind"),
         },
-        "classes": _class_shares(program, plan),
-        "specs": {argument: str(spec) for argument, spec in plan.arguments.items()},
+        "unforeseen": max((each["share"] for each in figures["unforeseen"]), default=0.0),
     }
 
 
@@ -288,12 +323,12 @@ def main() -> int:
         parser.error(f"--seeds {given.seeds}: expected FIRST-LAST")
     seeds = range(int(bounds[1]), int(bounds[2] or bounds[1]) + 1)
     names = [name_of(seed, topology) for topology in given.topologies for seed in seeds]
-    code = Experiment(
-        script=__file__,
-        names=names,
-        work=functools.partial(judge, against=given.against, limit=given.limit),
-        table=table,
-    ).run(given)
+    known = Results(given.out / "ordinary.json").rows
+
+    def work(name: str) -> dict[str, Any]:
+        return judge(name, given.against, given.limit, known.get(name))
+
+    code = Experiment(script=__file__, names=names, work=work, table=table).run(given)
     if given.write:
         known = Results(given.out / "ordinary.json").rows
         ERRORS.write_text(json.dumps(class_errors(known), indent=1) + "\n")

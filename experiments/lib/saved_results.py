@@ -4,8 +4,10 @@ Compiled programs are large and stay under `build/`. Results are small and are c
 """
 
 import contextlib
+import functools
 import gzip
 import hashlib
+import importlib.metadata
 import json
 import os
 import pickle
@@ -21,6 +23,10 @@ if TYPE_CHECKING:
     from autoshard.program import Program
 
 BUILD = Path(__file__).parents[2] / "build"
+_PACKAGE = Path(__file__).parents[2] / "autoshard"
+_READERS = ("exec/ahead", "exec/apply", "exec/hlo", "planning/record", "program", "cost")
+"""Folders of the package that lower a plan for a compiler, or read figures from the compiled program."""
+_COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 
 
 def checked_out() -> str:
@@ -38,6 +44,28 @@ def digest(program: "Program", plan: "Plan") -> str:
     for flag in plan.provenance.get("xla_flags", {}).get("flags", []):
         hashed.update(flag.encode())
     return hashed.hexdigest()[:12]
+
+
+def figures_digest(program: "Program", plan: "Plan") -> str:
+    """Hash the inputs of a compilation and the causes of its figures: versions of the compilers, the package's readers
+    of compiled programs, and the collectives that the plan foresees.
+    """
+    hashed = hashlib.sha256(digest(program, plan).encode() + _readers_and_versions())
+    hashed.update(repr((plan.host, plan.calls, plan.prediction.collectives)).encode())
+    return hashed.hexdigest()[:16]
+
+
+@functools.cache
+def _readers_and_versions() -> bytes:
+    """Hash the files of the package's readers and the versions of the compilers."""
+    hashed = hashlib.sha256()
+    for path in sorted(file for folder in _READERS for file in (_PACKAGE / folder).rglob("*")):
+        if path.suffix in (".py", ".json"):
+            hashed.update(str(path.relative_to(_PACKAGE)).encode() + path.read_bytes())
+    for name in _COMPILERS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            hashed.update(f"{name} {importlib.metadata.version(name)}".encode())
+    return hashed.digest()
 
 
 def compiled(folder: str, program: "Program", plan: "Plan", time_limit: float, whole: bool = False) -> "Compiled":
