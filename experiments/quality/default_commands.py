@@ -4,7 +4,7 @@
 
 `default` states the model, the batch, the sequence and the chips, as a new user does. `expert` adds the mesh, the
 recomputation and the kernel of the setup's source. Both are predicted by the planner, so that this compares choices,
-not predictions. Rows are saved in `results/default_commands.json`; a row takes ten seconds to two minutes.
+not predictions. Rows are saved in `results/default_commands.json`; a row takes ten seconds to half an hour.
 """
 
 import sys
