@@ -47,8 +47,10 @@ def digest(program: "Program", plan: "Plan") -> str:
 
 
 def figures_digest(program: "Program", plan: "Plan") -> str:
-    """Hash the inputs of a compilation and the causes of its figures: versions of the compilers, the package's readers
-    of compiled programs, and the collectives that the plan foresees.
+    """Hash all that the figures of a compiled plan depend on.
+
+    These are the inputs of the compilation and the versions of the compilers. The package's readers of compiled
+    programs and the collectives that the plan foresees count too.
     """
     hashed = hashlib.sha256(digest(program, plan).encode() + _readers_and_versions())
     hashed.update(repr((plan.host, plan.calls, plan.prediction.collectives)).encode())
