@@ -26,6 +26,8 @@ from autoshard.solver import Messages, Problem, Solution, processor_seconds
 from autoshard.solver import evaluate as evaluate_problem
 
 
+STALLED = 2
+"""Successive weightings, neither with a better choice nor with a tenth of the plan gap closed, that end a search."""
 MAX_ROUNDS = 6
 """Largest number of weightings that one search solves."""
 BASELINES_SHARE = 0.5
@@ -232,8 +234,8 @@ class WeightSearch:
     ) -> None:
         """Solve with new weights until the bound is near the best choice, cannot be raised, or reaches `beat_s`.
 
-        The time, `MAX_ROUNDS`, and a solve without acceptable choices also end the rounds. Results are in the fields.
-        Raises `Stopped` after `stop` is set.
+        The time, `MAX_ROUNDS`, `STALLED` rounds in a row, and a solve without acceptable choices also end the rounds.
+        Results are in the fields. Raises `Stopped` after `stop` is set.
 
         - `limits`: memory limit, time and seed.
         - `progress`: receives a line for each weighting.
@@ -246,10 +248,12 @@ class WeightSearch:
         weights = weighing.following(0.0) or weighing.weights
         # The solver counts buffers in on-chip memory too.
         most = room = limits.memory_bytes + on_chip_room(self.model.mesh.topology, limits.memory_bytes)
+        stalled = 0
         for self.rounds in range(1, MAX_ROUNDS + 1):
             left = limits.seconds - (processor_seconds() - start)
             if self.rounds > 1 and left < 0.1 * limits.seconds:
                 return
+            before, before_s = self.best, weighing.bound_s
             hint = self.best.choices if self.best is not None else None
             share = max(2.0, left / (2 if self.rounds == 1 else 3))
             allowed = required.allowed
@@ -286,6 +290,10 @@ class WeightSearch:
             following = weighing.following(good_enough * step, beat_s)
             # Later rounds have no more room than this one, so its bound holds for what they can find.
             if gap <= good_enough or following is None or max(weighing.bound_s, lower_s) >= beat_s:
+                return
+            raised = weighing.bound_s - before_s > 0.1 * (step - before_s)
+            stalled = 0 if raised or self.best is not before else stalled + 1
+            if stalled == STALLED:
                 return
             weights = following
 
