@@ -1,12 +1,14 @@
 """Explanation for the user if no plan fits into the memory limit."""
 
 import math
+from collections import defaultdict
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.base.units import format_bytes
 from autoshard.errors import UserError
+from autoshard.graph import Op, OpClass, OpGraph, Tensor, is_batched
 from autoshard.planning.price.evaluate import evaluate
 from autoshard.planning.solve.mesh_solve import Solved, Terms, solve_tied, solve_within
 from autoshard.planning.solve.problem_builder import Weights
@@ -75,6 +77,8 @@ def _advice(model: Model, kind: str, memory_limit: int, pinned: bool) -> str:
     if kind in ("activations", "temporaries", "batch"):
         if any(a.role is Role.BATCH and a.shape and a.shape[0] > 1 for a in program.arguments):
             remedies.append("a smaller batch")
+    if kind in ("activations", "temporaries") and not flags:
+        remedies += _kernel_remedy(model, memory_limit)
     if kind in ("activations", "temporaries") and program.training:
         if flags and options.get("remat", "none") != "full":
             remedies.append("--remat full")
@@ -101,6 +105,58 @@ def _advice(model: Model, kind: str, memory_limit: int, pinned: bool) -> str:
     remedies.append("more devices")
     listed = f"{', '.join(remedies[:-1])} or {remedies[-1]}" if len(remedies) > 1 else remedies[0]
     return f"{listed} would help"
+
+
+_KERNELS = {
+    "splash": "jax.experimental.pallas.ops.tpu.splash_attention",
+    "cudnn": 'jax.nn.dot_product_attention(..., implementation="cudnn")',
+}
+"""JAX's own kernel for each kind of attention that a topology prefers."""
+SCORES_SHARE = 0.1
+"""Share of the memory limit that scores of attention must need before a kernel is proposed."""
+
+
+def _kernel_remedy(model: Model, memory_limit: int) -> list[str]:
+    """Return a remedy for scores of attention that the program stores, if they are a large part of the memory.
+
+    It names the line with most bytes of scores. They are counted once for each attention, split over all devices. Empty
+    for topologies without a kernel.
+    """
+    kernel = _KERNELS.get(model.mesh.topology.traits.attention)
+    if kernel is None:
+        return []
+    graph, lines = model.graph, defaultdict[str, list[Tensor]](list)
+    for op in graph.ops:
+        if op.kind == "exponential" and (scores := _scores_of(graph, op)) is not None:
+            lines[graph.ops[scores.producer].line].append(scores)
+    if not lines:
+        return []
+    line, stored = max(lines.items(), key=lambda item: sum(scores.bytes for scores in item[1]))
+    size = sum(scores.bytes for scores in stored) / model.mesh.topology.num_devices
+    if size < SCORES_SHARE * memory_limit:
+        return []
+    where = f"the attention at {line}" if line else "the attention"
+    return [
+        f"a fused kernel ({kernel}) for {where}, whose scores need at least {format_bytes(int(size))} of each device"
+    ]
+
+
+def _scores_of(graph: OpGraph, exponential: Op) -> Tensor | None:
+    """Return the result of a matmul with batch dims from which elementwise ops compute the operand of an exponential;
+    None if there is none.
+    """
+    waiting, seen = list(exponential.operands), set[int]()
+    shape = graph.tensors[exponential.results[0]].shape
+    while waiting:
+        tensor = graph.tensors[waiting.pop()]
+        op = graph.maker(tensor.id)
+        if op is None or tensor.id in seen or tensor.shape != shape:
+            continue
+        seen.add(tensor.id)
+        if is_batched(op):
+            return tensor
+        waiting += op.operands if op.op_class is not OpClass.HEAVY else ()
+    return None
 
 
 def _least_memory(model: Model, found: Infeasible, limits: Limits, required: Required) -> NDArray[np.int64] | None:

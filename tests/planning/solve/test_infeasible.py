@@ -111,3 +111,29 @@ def test_the_least_is_no_more_than_a_baseline_needs_where_the_solver_finds_no_le
 def test_a_program_without_ops_is_refused_in_a_sentence_too() -> None:
     identity = trace(lambda x: x, (jax.ShapeDtypeStruct((1024, 1024), jnp.float32),))
     assert "more devices" in refusal(identity, 1 << 10)
+
+
+def attention(kernel: bool = False) -> Program:
+    """Trace two layers of attention; each stores 8 x 4 x 512 x 512 scores in four bytes without the kernel."""
+
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        for _ in range(2):
+            if kernel:
+                q = q + jnp.tanh(k) * v
+            else:
+                scores = jnp.einsum("bshc,bthc->bhst", q, k)
+                q = jnp.einsum("bhst,bthc->bshc", jax.nn.softmax(scores.astype(jnp.bfloat16)), v)
+        return jnp.sum(q)
+
+    each = jax.ShapeDtypeStruct((8, 512, 4, 64), jnp.float32)
+    return trace(jax.grad(fn, argnums=(0, 1, 2)), (each, each, each), name="attention")
+
+
+@pytest.mark.parametrize(("topology", "kernel"), [("v5e:2x2", "splash_attention"), ("h100:4", "cudnn")])
+def test_scores_in_memory_are_named_with_the_kernel_that_stores_none(topology: str, kernel: str) -> None:
+    text = refusal(attention(), 1 << 20, topology)
+    assert kernel in text and "for the attention at test_infeasible.py:" in text
+    # Two layers of 32 MiB, on four devices.
+    assert "need at least 16.00 MiB of each device" in text
+    assert "kernel" not in refusal(attention(), 1 << 20, "cpu:4")
+    assert "kernel" not in refusal(attention(kernel=True), 1 << 20, topology)
