@@ -36,8 +36,8 @@ class LostValue:
 def as_held(plan: Plan, form: Form, free_s: float, other: Candidate | None = None) -> Plan:
     """Return a plan made within a form, with a warning about what the form lacks.
 
-    Pins, regions and calls stay if the form's own framework splits values inside of the step: they make XLA follow it,
-    wherever the plan is compiled or run here. Other forms leave such values to XLA, so the plan has none.
+    Pins, regions and calls stay if the form's own framework splits values inside of the step: they make XLA follow that
+    framework. Other forms leave such values to XLA, so the plan has none.
 
     `free_s` is the step time in seconds without the form; the warning names it if the plan is slower by `NOTICED`. It
     also names baselines that are faster, and `other`, a faster plan in another form.
