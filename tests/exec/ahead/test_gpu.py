@@ -54,7 +54,7 @@ def test_a_step_is_compiled_as_planned_with_no_gpu(topology: str, mesh: str) -> 
 
 @NEEDS_PLUGIN
 def test_a_plan_for_a_framework_that_gathers_is_compiled_as_planned() -> None:
-    """Send what is foreseen; without the plan's pins, hidden values are split like weights, which sends 40 times that."""
+    """Send what is foreseen; without pins, hidden values are split like weights, and 40 times as much is sent."""
     program = config_program(FIELDS, train=True, batch=16, seq=512, remat="dots", microbatches=2)
     plan = make_plan(program, Options(topology="h100:8", mesh="data=8", form="fsdp2")).plan
     found = compile_plan(program, plan, 300.0)
