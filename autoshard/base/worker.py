@@ -316,12 +316,15 @@ class Worker(Child):
 class Parent:
     """Pipes from a child process to the process that started it, over the child's stdin and stdout.
 
-    Its constructor redirects descriptor 1, so that output of libraries goes to stderr.
+    Its constructor redirects descriptor 1, so that output of libraries goes to stderr, line by line.
     """
 
     def __init__(self) -> None:
         self._sink = os.fdopen(os.dup(1), "wb")
         os.dup2(2, 1)
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            # A process that is killed does not write its buffer.
+            sys.stdout.reconfigure(line_buffering=True)
         self._speaking = threading.Lock()
 
     def send(self, data: bytes, number: int = 0) -> None:
