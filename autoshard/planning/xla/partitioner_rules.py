@@ -219,10 +219,17 @@ def sliced_by_itself(graph: OpGraph, op: int, source: States, target: States) ->
     """
     if graph.ops[op].kind != "scatter":
         return None
-    sliced = (source[:, None, :] == WHOLE) & (target[None, :, :] >= 0)
-    split = np.where(sliced, target[None, :, :], source[:, None, :])
-    known = (split[:, :, None, :] == source[None, None, :, :]).all(axis=3).any(axis=2)
-    pairs: NDArray[np.bool_] = sliced.any(axis=2) & known
+    # States are compared as numbers, one digit for each axis: arrays [pairs, states] would take gigabytes on four axes.
+    lowest = min(source.min(initial=WHOLE), target.min(initial=WHOLE))
+    digits = (max(source.max(initial=WHOLE), target.max(initial=WHOLE)) - lowest + 1) ** np.arange(source.shape[1])
+    pairs = np.zeros((len(source), len(target)), dtype=np.bool_)
+    split = np.zeros(pairs.shape, dtype=np.int64)
+    for axis, digit in enumerate(digits):
+        before, after = source[:, None, axis], target[None, :, axis]
+        sliced = (before == WHOLE) & (after >= 0)
+        pairs |= sliced
+        split += (np.where(sliced, after, before) - lowest) * digit
+    pairs &= np.isin(split, (source - lowest) @ digits)
     return pairs if pairs.any() else None
 
 
