@@ -31,6 +31,13 @@ MOST_PAIRS = 30_000_000
 """Most pairs of alternatives of a mesh that is solved."""
 SMALL_PAIRS = 3_000_000
 """Most pairs of alternatives of a mesh that is priced in a second or less."""
+ALWAYS = 3
+"""Most axes of a mesh that is solved whatever its axes saved before; the prices of one with more take many seconds."""
+PAYS = 2 * LEAST_GAIN
+"""Share of the step that the last axis must have saved for one axis more to be tried.
+
+Each further axis of a mesh saves less than the one before, and must save `LEAST_GAIN` itself.
+"""
 MOST_AHEAD = 6
 """Most meshes whose prices a process stores until they are used. Their pairs together are at most `MOST_PAIRS`."""
 BOUNDS = 8
@@ -67,6 +74,21 @@ class Incumbent:
     """Number of axes of the incumbent mesh."""
     weights: Weights
     """Best time weights on the incumbent mesh, used as a start on other meshes."""
+    needed_axes: int = 1
+    """Number of axes of the incumbent mesh that save time, or that nothing is known of."""
+    saved: float = math.inf
+    """Share of the step that the last of these axes saves; infinite if it is not known."""
+
+    def saved_by(self, step_s: float, axes: int) -> float:
+        """Return the share of the step that the last of a mesh's axes saves, if the mesh beats this incumbent."""
+        if not self.step_s or axes < self.needed_axes:
+            return math.inf
+        kept = step_s / self.step_s
+        return 1 - kept * (1 - self.saved if axes == self.needed_axes else 1)
+
+    def admits(self, axes: int) -> bool:
+        """Return True if a mesh of this many axes, more than `ALWAYS`, may save enough to be priced."""
+        return axes <= self.needed_axes or (axes == self.needed_axes + 1 and self.saved >= PAYS)
 
     def beaten_by_s(self, axes: int) -> float:
         """Return the seconds below which a mesh of this many axes beats the incumbent; a mesh with more axes must save
@@ -94,6 +116,8 @@ class MeshAttempt:
     """
     weights: Weights | None = None
     """Time weights whose bound is the highest so far."""
+    saved: float = math.inf
+    """Share of the step that the last of the mesh's axes saves, if it beats its rival; infinite if it is not known."""
     unconstrained_bound_s: float = 0.0
     """Lower bound in seconds of all plans on the mesh, ignoring the memory limit."""
     model: Model | None = None
@@ -127,7 +151,8 @@ class MeshAttempt:
     def as_incumbent(self) -> Incumbent:
         """Return this trial as the incumbent for other meshes; it must have been searched."""
         assert self.weights is not None
-        return Incumbent(self.step_s, len(self.mesh.sizes), self.weights)
+        axes = len(self.mesh.sizes)
+        return Incumbent(self.step_s, axes, self.weights, axes, self.saved)
 
 
 class MeshAttempts:
@@ -151,12 +176,12 @@ class MeshAttempts:
     def price_ahead(self, mesh: Mesh) -> None:
         """Price a mesh before its rival is known, if the prices can be stored until the trial.
 
-        A mesh with more than `MOST_PAIRS` pairs gets only its floor. An unusable mesh, a full store or a `UserError`
-        does nothing.
+        A mesh with more than `MOST_PAIRS` pairs, or one that needs a rival that admits it, gets only its floor. An
+        unusable mesh, a full store or a `UserError` does nothing.
         """
         if mesh in self._ahead or unusable(self.task.reading, mesh):
             return
-        if self.pairs(mesh) > MOST_PAIRS:
+        if self.pairs(mesh) > MOST_PAIRS or self._needs_admission(mesh):
             self.floor(mesh)
         elif self._has_room(self.pairs(mesh)):
             with contextlib.suppress(UserError):
@@ -206,9 +231,9 @@ class MeshAttempts:
     def _decide_by_bounds(self, mesh: Mesh, rival: Incumbent | None, keep: bool) -> MeshAttempt | None:
         """Return the trial of a mesh as far as no solving is needed; None if the mesh must be solved.
 
-        An unusable mesh, too many pairs, and constraints that cannot hold decide it. So do least bytes above the limit
-        and a bound that does not beat the rival. A mesh that must be solved is stored with its bound; `keep` stores
-        prices of others too.
+        An unusable mesh, too many pairs, a rival that does not admit so many axes, and constraints that cannot hold
+        decide it. So do least bytes above the limit and a bound that does not beat the rival. A mesh that must be
+        solved is stored with its bound; `keep` stores prices of others too.
         """
         excluded = unusable(self.task.reading, mesh)
         if excluded:
@@ -216,7 +241,13 @@ class MeshAttempts:
         begun = self._ahead.pop(mesh, None)
         if begun is None:
             if self.pairs(mesh) > MOST_PAIRS:
-                return self._unsolved(mesh, _beaten_by_s(rival, mesh))
+                pairs = f"{format_count(self.pairs(mesh))} pairs of alternatives"
+                return self._unsolved(mesh, _beaten_by_s(rival, mesh), pairs)
+            if rival is not None and self._needs_admission(mesh) and not rival.admits(len(mesh.sizes)):
+                axes = len(mesh.sizes)
+                return self._unsolved(
+                    mesh, _beaten_by_s(rival, mesh), f"{axes - 1} axes save too little over {axes - 2}"
+                )
             try:
                 begun = self._priced(mesh)
             except UserError as error:
@@ -273,16 +304,22 @@ class MeshAttempts:
         stored_pairs = sum(self.pairs(mesh) for mesh in self._ahead)
         return not stored_pairs or len(self._ahead) < MOST_AHEAD and stored_pairs + pairs <= MOST_PAIRS
 
-    def _unsolved(self, mesh: Mesh, beat_s: float) -> MeshAttempt:
-        """Return the trial of a mesh with too many pairs to solve.
+    def _needs_admission(self, mesh: Mesh) -> bool:
+        """Return True if a mesh is priced only against a rival that admits so many axes: it is neither small nor has
+        stages.
+        """
+        return len(mesh.sizes) > ALWAYS and self.pairs(mesh) > SMALL_PAIRS and not self.task.stages
+
+    def _unsolved(self, mesh: Mesh, beat_s: float, why: str) -> MeshAttempt:
+        """Return the trial of a mesh that is not solved, `why` in words.
 
         A lower bound of at least `beat_s` seconds prunes the mesh. Otherwise it is excluded, and the reason names the
         bound as all that is known.
         """
-        bound, pairs = self.floor(mesh), format_count(self.pairs(mesh))
+        bound = self.floor(mesh)
         if bound >= beat_s:
             return MeshAttempt(mesh, bound_s=bound, unconstrained_bound_s=bound)
-        reason = f"not solved: {pairs} pairs of alternatives, and all that is known is that no plan on it "
+        reason = f"not solved: {why}, and all that is known is that no plan on it "
         reason += f"takes less than {format_seconds(bound)}; give it with --mesh to solve it"
         return MeshAttempt(mesh, reason, bound_s=bound, unconstrained_bound_s=bound)
 
@@ -334,8 +371,10 @@ def _tried(search: WeightSearch, required: Required, rival: Incumbent | None) ->
             weighing.bound_s,
             search.rounds,
         )
+    step_s = math.inf if best is None else best.outcome.step_time_s + best.tight_s
     trial = MeshAttempt(
         search.model.mesh,
+        saved=math.inf if rival is None else rival.saved_by(step_s, len(search.model.mesh.sizes)),
         bound_s=weighing.bound_s if weighing.bound_s > 0 else None,
         best=best,
         excess=math.inf if solved is None else solved.solution.stats.get("excess", math.inf),

@@ -353,7 +353,8 @@ class RecipeSearch:
         """
         if self.best is None:
             return None
-        return Incumbent(self._beaten_by_s(recipe) * elements, sys.maxsize, self.best[1].weights)
+        best = self.best[1]
+        return Incumbent(self._beaten_by_s(recipe) * elements, sys.maxsize, best.weights, len(best.plan.mesh))
 
     def _beaten_by_s(self, recipe: Recipe) -> float:
         """Return the seconds per element below which a recipe becomes the best; infinite without a best one.

@@ -18,7 +18,7 @@ from autoshard.errors import InfeasibleError, UserError
 from autoshard.planning import Options, Plan, PlanResult, Running, make_plan, read_asked
 from autoshard.planning.mesh import mesh_searcher
 from autoshard.planning.mesh.baseline_mesh import with_baselines
-from autoshard.planning.mesh.mesh_attempt import MeshAttempts
+from autoshard.planning.mesh.mesh_attempt import Incumbent, MeshAttempts
 from autoshard.planning.mesh.mesh_search import MeshSearch
 from autoshard.planning.mesh.mesh_searcher import Phases, Searcher
 from autoshard.planning.price.analysed_program import Task, analyse_program
@@ -230,6 +230,32 @@ def test_meshes_that_are_not_solved_have_a_bound(monkeypatch: pytest.MonkeyPatch
         assert there is not None and 0 < tried.bound_s <= there * (1 + 1e-9)
         if tried not in open_ones:
             assert tried.bound_s >= plan.prediction.step_time_s * (1 - LEAST_GAIN)
+
+
+def test_a_large_mesh_of_four_axes_is_solved_only_if_the_third_axis_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = {tried.mesh: tried for tried in searched("wide mlp", "v5e:4x4").meshes}
+    deep = {mesh for mesh in full if mesh.count("=") == 4}
+    monkeypatch.setattr("autoshard.planning.mesh.mesh_attempt.SMALL_PAIRS", 0)
+    options = Options(topology="v5e:4x4", mesh="auto", refine_axes=False)
+    for always, unsolved in ((4, set()), (3, deep)):
+        monkeypatch.setattr("autoshard.planning.mesh.mesh_attempt.ALWAYS", always)
+        tried = make_plan(made.program("wide mlp"), options).plan.meshes
+        skipped = {each.mesh: each for each in tried if "3 axes save too little over 2" in each.verdict}
+        assert deep and set(skipped) == unsolved
+        for mesh, each in skipped.items():
+            there = full[mesh].step_time_s or full[mesh].bound_s
+            assert each.step_time_s is None and each.bound_s and there and each.bound_s <= there * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("steps", "admitted"), [((1.0, 0.98), True), ((1.0, 0.995), False), ((1.0, 0.997, 0.988), True)]
+)
+def test_a_fourth_axis_is_admitted_by_what_the_third_saved(steps: tuple[float, ...], admitted: bool) -> None:
+    axes = [2, 3, 3]
+    rival = Incumbent(steps[0], 2, {}, 2)
+    for step_s, count in zip(steps[1:], axes[1:], strict=False):
+        rival = Incumbent(step_s, count, {}, count, rival.saved_by(step_s, count))
+    assert rival.admits(4) is admitted and rival.admits(3) and not Incumbent(1.0, 2, {}, 2).admits(4)
 
 
 def test_how_much_slower_a_mesh_is_holds_for_its_best_plan() -> None:
