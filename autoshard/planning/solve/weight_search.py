@@ -28,6 +28,10 @@ from autoshard.solver import evaluate as evaluate_problem
 
 STALLED = 2
 """Successive weightings, neither with a better choice nor with a tenth of the plan gap closed, that end a search."""
+FAR = 1.05
+"""Times the seconds that choices must beat, beyond which the best ones after `TRUSTED` weightings end a search."""
+TRUSTED = 2
+"""Weightings after which the best choices seldom become 5 % faster."""
 MAX_ROUNDS = 6
 """Largest number of weightings that one search solves."""
 BASELINES_SHARE = 0.5
@@ -235,6 +239,7 @@ class WeightSearch:
         """Solve with new weights until the bound is near the best choice, cannot be raised, or reaches `beat_s`.
 
         The time, `MAX_ROUNDS`, `STALLED` rounds in a row, and a solve without acceptable choices also end the rounds.
+        So do choices that are far behind `beat_s` after `TRUSTED` rounds (`FAR`).
         Results are in the fields. Raises `Stopped` after `stop` is set.
 
         - `limits`: memory limit, time and seed.
@@ -252,6 +257,8 @@ class WeightSearch:
         for self.rounds in range(1, MAX_ROUNDS + 1):
             left = limits.seconds - (processor_seconds() - start)
             if self.rounds > 1 and left < 0.1 * limits.seconds:
+                return
+            if self.rounds > TRUSTED and self.best is not None and self.best.expected_s > FAR * beat_s:
                 return
             before, before_s = self.best, weighing.bound_s
             hint = self.best.choices if self.best is not None else None
