@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import autoshard
+from autoshard.cost import Topology
 from autoshard.errors import InfeasibleError
 from autoshard.planning import Options, make_plan, plan_recipes, source_choices
 from autoshard.planning.recipes.recipe import Recipe, needs_no_less
@@ -138,7 +139,7 @@ class Searched:
     offloads_inputs: bool = True
     of_source: bool = True
     stacks: tuple[int, ...] | None = None
-    slices: int = 1
+    topology: Topology = dataclasses.field(default_factory=lambda: Topology.parse("cpu:8"))
     best: Recipe | None = None
 
     def least(self, **some: Any) -> float:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
+from autoshard.cost import Topology
 from autoshard.planning.recipes import pipeline_recipes
 from autoshard.planning.recipes.recipe import Recipe
 from autoshard.planning.space.plan_options import FULL, OFFLOADED, PARTS
@@ -24,8 +25,8 @@ class Tried(Protocol):
     """
     stacks: tuple[int, ...] | None
     """Numbers of layers in the program's stacks; None until they are known."""
-    slices: int
-    """Number of slices of the topology."""
+    topology: Topology
+    """Devices that are planned for."""
 
     @property
     def offloads_inputs(self) -> bool:
@@ -62,7 +63,9 @@ def in_order(choices: Choices, tried: Tried) -> Iterator[Recipe]:
         """Return the values of all choices but the batch, ordered by stages if there are any."""
         if not staged:
             return others
-        return pipeline_recipes.in_order(others, names, tried.slices, lambda: max(tried.stacks or (), default=0))
+        return pipeline_recipes.in_order(
+            others, names, tried.topology.slices, lambda: max(tried.stacks or (), default=0)
+        )
 
     def recipes(**batch: Any) -> Iterator[Recipe]:
         """Yield the sensible recipes of one batch size, or of all without one."""

@@ -154,7 +154,6 @@ class RecipeSearch:
         self.make: Make = functools.lru_cache(PROGRAMS)(make)
         self.options, self.running, self.of_source = options, running, of_source
         self.topology = Topology.parse(options.topology)
-        self.slices = self.topology.slices
         self.best: tuple[RecipeTried, PlanResult] | None = None
         self.layers: int | None = None
         self.savable: tuple[str, ...] = ()
