@@ -69,7 +69,7 @@ docs: $(STAMP)
 lint: $(STAMP)
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
-	$(RUN)/pyright --pythonpath $(RUN)/python --threads $(WORKERS)
+	$(RUN)/pyrefly check --python-interpreter-path $(RUN)/python
 
 # Folders of experiments in the order of `make bench`: what judges results first, what takes hours last. `lib` has what
 # they share, and `torch_xla/programs` what torch_xla_scripts.py runs.

@@ -163,7 +163,8 @@ class Numbered(Chain):
 
     def __init__(self, layers=6, first=0):
         super().__init__(layers)
-        self.layers = nn.ModuleDict({str(first + place): layer for place, layer in enumerate(self.layers)})
+        numbered = {str(first + place): layer for place, layer in enumerate(self.layers)}
+        self.layers = nn.ModuleDict(numbered)  # pyrefly: ignore[bad-assignment]
 
     def forward(self, x, shift):
         for layer in self.layers.values():
