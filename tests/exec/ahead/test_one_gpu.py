@@ -96,7 +96,8 @@ def saved() -> Program:
 
 @PLUGIN
 @pytest.mark.parametrize(
-    "make", [lambda: decode(False), lambda: decode(True), perceptron, convolutions, saved],
+    "make",
+    [pytest.param(lambda: decode(False), marks=pytest.mark.full), lambda: decode(True), perceptron, convolutions, saved],
     ids=["places first", "heads first", "perceptron", "convolutions", "saved"],
 )  # fmt: skip
 def test_a_step_of_one_gpu_takes_the_memory_and_time_that_were_planned(make: Callable[[], Program]) -> None:
