@@ -16,6 +16,8 @@ _COUNT = "--xla_force_host_platform_device_count"
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("PJRT_DEVICE", "CPU")
+# Threads of torch that wait for their part of small tensors take the time of other processes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["AUTOSHARD_CACHE_DIR"] = ""  # no entries of earlier runs, and none left in the home directory
 os.environ["AUTOSHARD_DATA_DIR"] = ""
 if _COUNT not in os.environ.get("XLA_FLAGS", ""):
