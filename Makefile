@@ -17,7 +17,7 @@ export PYTORCH_XLA
 # A program that wants another environment's packages is not ours.
 unexport PYTHONPATH
 
-.PHONY: demo readme check test test-newest test-full test-browser docs lint bench bench-quick bench-spmd clean
+.PHONY: demo readme environments check test test-newest test-full test-browser docs lint bench bench-quick bench-spmd clean
 
 demo: $(STAMP)
 	mkdir -p build
@@ -33,6 +33,8 @@ readme: $(STAMP)
 	AUTOSHARD_CACHE_DIR=build/cache $(MAKE) --silent --no-print-directory demo > build/demo.txt
 	$(RUN)/python experiments/lib/readme.py build/demo.txt
 	$(RUN)/python experiments/lib/picture.py build/llama3-8b.plan.json docs/report.jpg
+
+environments: $(STAMP) $(NEWEST)/.autoshard-installed
 
 # In about a minute, before each commit: the rooms whose tests need neither XLA's compiler nor a child process. Types are
 # left to `make lint`.
@@ -69,7 +71,7 @@ docs: $(STAMP)
 lint: $(STAMP)
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
-	$(RUN)/pyright --pythonpath $(RUN)/python --threads $(WORKERS)
+	$(RUN)/pyrefly check --python-interpreter-path $(RUN)/python
 
 # Folders of experiments in the order of `make bench`: what judges results first, what takes hours last. `lib` has what
 # they share, and `torch_xla/programs` what torch_xla_scripts.py runs.
@@ -106,6 +108,4 @@ $(NEWEST)/.autoshard-installed: pyproject.toml
 	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --quiet $(NEWEST_TORCH)  # first, or pip brings the newest one
 	$(NEWEST)/bin/python -m pip install --quiet --editable '.[dev]'
-	$(NEWEST)/bin/python -m autoshard.solver.warm_solver
-	$(NEWEST)/bin/python -m autoshard.planning.warm_planner
 	touch $@

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.sync_api import Page
@@ -44,7 +45,9 @@ def convnet_plan() -> Plan:
     """Return a plan of many small layers, hardly split, on one axis of one machine."""
     base = llama_plan()
     names = [f"stage{s}.block{b}.conv{c}.kernel" for s in range(4) for b in range(6) for c in range(3)]
-    shapes = {name: (3, 3, 64 << (index // 18), 64 << (index // 18)) for index, name in enumerate(names)}
+    shapes: dict[str, tuple[int, ...]] = {
+        name: (3, 3, 64 << (index // 18), 64 << (index // 18)) for index, name in enumerate(names)
+    }
     return dataclasses.replace(
         base,
         program_name="resnet",
@@ -60,7 +63,7 @@ def convnet_plan() -> Plan:
 
 HAND_WRITTEN = {"moe": moe_plan, "convnet": convnet_plan, "unrolled": lambda: unrolled(llama_plan(), 126)}
 
-REAL = {
+REAL: dict[str, tuple[dict[str, Any], str, str]] = {
     "llama3-8b": ({"train": True, "remat": "full", "batch": 64, "seq": 8192}, "v5p:4x8x8", "data=32,model=8"),
     "mixtral-8x7b": ({"train": False, "batch": 32, "seq": 2048}, "v5e:8x8", "data=8,model=8"),
     "resnet-50": ({"train": True, "batch": 256}, "v5e:4x4", "data=16"),

@@ -28,7 +28,7 @@ def _start(self: subprocess.Popen, *arguments: object, **options: object) -> Non
     words = arguments[0] if arguments else options.get("args")
     if not isinstance(words, list) or _SOLVER not in words:
         _STARTED.append(f"the child process {words}")
-    _START(self, *arguments, **options)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    _START(self, *arguments, **options)  # pyrefly: ignore[bad-argument-type]
 
 
 def _compiled(event: str, seconds: float, **_: object) -> None:

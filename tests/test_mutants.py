@@ -90,6 +90,7 @@ def test_a_draw_stays_when_other_functions_come(checkout: Path) -> None:
     assert [key for key in after if ":first:" not in key] == before != after
 
 
+@pytest.mark.full
 def test_what_a_test_sees_is_killed_and_the_copy_is_put_back(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mutants, "BUILD", checkout / "build")
     monkeypatch.setattr(mutants, "NEAREST", {"cost": ("cost",)})

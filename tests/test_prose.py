@@ -101,7 +101,7 @@ def comments(text: str) -> Iterator[tuple[int, str]]:
     block: list[str] = []
     start = last = 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type != tokenize.COMMENT or re.match(r"#\s*(?:noqa|type:|pyright:|fmt:|pragma|ruff:|!)", token.string):
+        if token.type != tokenize.COMMENT or re.match(r"#\s*(?:noqa|type:|pyrefly:|fmt:|pragma|ruff:|!)", token.string):
             continue
         alone = lines[token.start[0] - 1].lstrip().startswith("#")
         if block and not (alone and token.start[0] == last + 1):

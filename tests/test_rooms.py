@@ -1,6 +1,7 @@
 """The rooms import upwards only, start-up loads few modules, and every third-party package is declared."""
 
 import ast
+import functools
 import importlib.metadata
 import re
 import subprocess
@@ -87,27 +88,30 @@ def module_in(text: str) -> str | None:
     return named[1] if path.is_dir() or path.with_suffix(".py").is_file() else None
 
 
-def imports_of(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
-    """Yield line and dotted name of everything that a module's source imports, at any place.
+@functools.cache
+def imports_of(source: str, module: str, is_package: bool) -> list[tuple[int, str]]:
+    """Return line and dotted name of everything that a module's source imports, at any place.
 
     `from a import b` gives `a.b`, both for a module `b` and for a name in `a`.
     """
     package = module.split(".") if is_package else module.split(".")[:-1]
+    found: list[tuple[int, str]] = []
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import(names=names):
-                yield from ((node.lineno, alias.name) for alias in names)
+                found += ((node.lineno, alias.name) for alias in names)
             case ast.ImportFrom(module=base, names=names, level=level):
                 parts = package[: len(package) - level + 1] if level else []
                 prefix = ".".join([*parts, *([base] if base else [])])
-                yield from ((node.lineno, f"{prefix}.{alias.name}") for alias in names)
+                found += ((node.lineno, f"{prefix}.{alias.name}") for alias in names)
             case ast.Call(
                 func=ast.Attribute(attr="import_module") | ast.Name(id="import_module" | "__import__"),
                 args=[ast.Constant(value=str(name)), *_],
             ):
-                yield node.lineno, name
+                found.append((node.lineno, name))
             case ast.Constant(value=str(text)) if module != HOOK and (named := module_in(text)):
-                yield node.lineno, named
+                found.append((node.lineno, named))
+    return found
 
 
 def room_of(name: str) -> str | None:

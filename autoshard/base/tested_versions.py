@@ -76,7 +76,7 @@ def known_versions(package: str) -> str:
     """
     versions = {each.versions[package] for each in TESTED if package in each.versions}
     ordered = sorted(versions, key=lambda version: [int(number) for number in re.findall(r"\d+", version)])
-    return " and ".join(filter(None, [", ".join(ordered[:-1]), *ordered[-1:]]))
+    return " and ".join(part for part in (", ".join(ordered[:-1]), *ordered[-1:]) if part)
 
 
 def minor_of(version: str) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from autoshard.base.processes import cores, processor_seconds
 from autoshard.base.worker import Job, Shared, Stopped, Worker, pickled
 
 
-MOST_HELPERS = 3
+MOST_HELPERS: int = 3
 """Most helpers of one crew: further ones find too little work, and each uses memory."""
 JOIN_S = 5.0
 """Seconds within which a helper's thread must notice that the helper has ended."""

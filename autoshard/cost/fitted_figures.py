@@ -245,7 +245,7 @@ class _Problem:
 
         Figures that differ from the prior are rounded to six digits.
         """
-        moved = {
+        moved: dict[str, Any] = {
             free.figure: _rounded(math.exp(value) if free.log else float(value))
             for free, value, prior in zip(self.free, values, self.prior, strict=True)
             if value != prior

@@ -127,7 +127,7 @@ def _decode(body: bytes, trace: Callable[[], Program]) -> Program:
         args=(),
         donate_argnums=tuple(head["donate_argnums"]),
         arguments=tuple(_arguments(head["arguments"])),
-        results=tuple(Result(**{**each, "shape": tuple(each["shape"])}) for each in head["results"]),
+        results=tuple(Result(**(each | {"shape": tuple(each["shape"])})) for each in head["results"]),
         module=module,
         fingerprint=head["fingerprint"],
         training=head["training"],
@@ -151,4 +151,4 @@ def _decode(body: bytes, trace: Callable[[], Program]) -> Program:
 def _arguments(rows: list[dict[str, Any]]) -> Iterator[Argument]:
     """Yield the arguments of an entry's rows."""
     for row in rows:
-        yield Argument(**{**row, "shape": tuple(row["shape"]), "role": Role(row["role"])})
+        yield Argument(**(row | {"shape": tuple(row["shape"]), "role": Role(row["role"])}))

@@ -87,7 +87,8 @@ def _figures(point: ServingPoint) -> dict[str, Any]:
 
 def _checked_figures(step: CheckedStep) -> dict[str, Any]:
     """Return the seconds and bytes of a checked step by closed form and of both plans; None for a missing plan."""
-    figures = {"kind": step.kind, "sequences": step.sequences, "length": step.length, "failed": list(step.failed)}
+    figures: dict[str, Any] = {"kind": step.kind, "sequences": step.sequences, "length": step.length}
+    figures |= {"failed": list(step.failed)}
     figures |= {"estimate_s": step.estimate.step_time_s, "estimate_bytes": step.estimate.peak_bytes}
     for name, plan in (("planned", step.laid_out), ("free", step.free)):
         figures[f"{name}_s"] = None if plan is None else plan.prediction.step_time_s

@@ -40,7 +40,7 @@ def stated_decoder(model: Any, said: Mapping[str, Any]) -> Decoder:
     """
     if not isinstance(model, dict):
         raise IncompleteError("the model's dims are not stated")
-    dims = {**model, **{key: said[key] for key in DIMS if key in said}}
+    dims: dict[str, Any] = {**model, **{key: said[key] for key in DIMS if key in said}}
     family = str(dims.get("family", "llama")).lower()
     if not family.startswith(_FAMILIES):
         raise IncompleteError(f"the model family {dims['family']!r} is not known ({', '.join(_FAMILIES)} are)")
@@ -49,7 +49,8 @@ def stated_decoder(model: Any, said: Mapping[str, Any]) -> Decoder:
     sizes: dict[str, Any] = {}
     latent = _latent(dims)
     if latent is not None:
-        dims = {"kv_heads": dims.get("heads"), "head_dim": latent.head_size} | dims
+        others: dict[str, Any] = {"kv_heads": dims.get("heads"), "head_dim": latent.head_size}
+        dims = others | dims
     for key, name in DIMS.items():
         value = dims.get(key)
         if key == "mlp" and value is None:

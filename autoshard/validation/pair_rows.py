@@ -282,7 +282,8 @@ def _row(group: Mapping[str, Any], row: Mapping[str, Any], origin: str, assume: 
         return dataclasses.replace(bare, skipped=f"{origin} holds a value of another kind than is expected: {error}")
     on_device = group.get("order_metric") == "device_s"
     kind = "serving" if isinstance(run, ServingRun) else "gpu" if isinstance(run, GpuRun) else "run"
-    return dataclasses.replace(_measured(bare, row, run, on_device), assumed=assumed, **{kind: run})
+    stated: dict[str, Any] = {kind: run}
+    return dataclasses.replace(_measured(bare, row, run, on_device), assumed=assumed, **stated)
 
 
 def _stated_run(

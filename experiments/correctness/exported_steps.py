@@ -58,7 +58,7 @@ _ROWS = ("o_proj", "out_proj", "down_proj", "fc2", "c_proj")
 
 def pins_of(program: Any, model: str) -> dict[str, str]:
     """Return pins of a program: layers split by columns and rows over `model`, the rest of each over `data`."""
-    pins = {}
+    pins: dict[str, str] = {}
     for argument in program.arguments:
         shape = argument.shape
         if argument.role.value == "batch":
@@ -98,7 +98,8 @@ def exported(model: str, folder: Path) -> tuple[Any, dict[str, dict[str, Any]]]:
     for form in FORMS:
         if form == "keras":  # its paths are those of Keras's own variables
             continue
-        row = rows[form] = {"fields": MODELS[model], "plan": str(path), "form": form, "refused": ""}
+        row: dict[str, Any] = {"fields": MODELS[model], "plan": str(path), "form": form, "refused": ""}
+        rows[form] = row
         planned = plan
         try:
             export = make_export(plan, form, program)

@@ -69,7 +69,8 @@ def alone() -> "Iterator[Recipe]":
                 for settings in dict.fromkeys(WORDS["settings"]):
                     yield Recipe(1, layers=4, attribute=word, settings=settings)
             elif name != "settings":
-                yield allowed(Recipe(1, **{"layers": 4, name: word}))
+                changed: dict[str, Any] = {"layers": 4, name: word}
+                yield allowed(Recipe(1, **changed))
 
 
 def work(kind: str, first: int, end: int) -> None:

@@ -37,7 +37,7 @@ from experiments.lib.quiet_machine import held
 
 DEVICES = 8
 MESH = {"data": 4, "model": 2}
-GROUPS = {("data", "model"): 8, ("data",): 4, ("model",): 2}
+GROUPS: dict[tuple[str, ...], int] = {("data", "model"): 8, ("data",): 4, ("model",): 2}
 MATMULS = (
     *((n, n, n) for n in (64, 128, 256, 512)),
     *((64, 512, 512), (16, 1024, 1024), (32, 2048, 512), (512, 64, 512), (512, 512, 64), (2048, 256, 256)),
@@ -214,7 +214,7 @@ def fit_collectives(seconds: dict[tuple[Any, ...], float], rate: float) -> tuple
     return {"collective_launch_s": launch, "hop_s": member, "shared_memory_traffic": each[0]}, copies
 
 
-def fit(seconds: dict[tuple[Any, ...], float], topology: Topology) -> tuple[dict[str, float], dict[str, float], int]:
+def fit(seconds: dict[tuple[Any, ...], float], topology: Topology) -> tuple[dict[str, Any], dict[str, float], int]:
     """Fit the measurable figures of the `cpu` entry, the copies of every kind, and the chip's `mxu_edge`."""
     efficiency, edge = fit_matmuls(seconds, topology)
     streamed = [12.0 * what[1] / s for what, s in seconds.items() if what[0] == "add"]

@@ -8,6 +8,7 @@ Rows are saved in `results/first_estimates.json`; the table is `results/first_es
 import statistics
 import sys
 import time
+from typing import Any
 
 from autoshard.cost import Topology
 from autoshard.planning import Options, Running, make_plan, settled_options
@@ -16,7 +17,7 @@ from autoshard.serving import estimate_config
 from experiments.lib.harness import Experiment, grid, page
 
 
-ROWS = {
+ROWS: dict[str, tuple[str, dict[str, Any], str]] = {
     # Columns: configuration, options, topology.
     "llama3-8b v5p-128 full": ("llama3-8b", {"train": True, "batch": 64, "seq": 8192, "remat": "full"}, "v5p:4x4x4"),
     "llama3-8b v5p-128 none": ("llama3-8b", {"train": True, "batch": 64, "seq": 4096, "remat": "none"}, "v5p:4x4x4"),

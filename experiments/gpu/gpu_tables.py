@@ -163,7 +163,7 @@ def package_tables(document: dict) -> dict:
 def priced(chip: str, kind: str, devices: int, sizes: list[int]) -> list[float]:
     """Return the package's prices in seconds for a group inside a domain."""
     prices = Collectives(make_mesh(Topology.parse(f"{chip}:{devices}"), {"x": devices}))
-    return prices.time(kind, ("x",), np.array(sizes, dtype=np.float64)).tolist()  # pyright: ignore
+    return prices.time(kind, ("x",), np.array(sizes, dtype=np.float64)).tolist()  # pyrefly: ignore
 
 
 def said(errors: list[tuple[int, float]]) -> str:

@@ -10,6 +10,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,7 +119,7 @@ def with_constants(chip: str, values: Sequence[float]) -> Calibration:
     return dataclasses.replace(load_calibration(chip), **figures_of(chip, values))
 
 
-def figures_of(chip: str, values: Sequence[float]) -> dict[str, float]:
+def figures_of(chip: str, values: Sequence[float]) -> dict[str, Any]:
     """Return the constants that are figures of a chip, by figure."""
     mine = zip(CONSTANTS, values, strict=True)
     return {c.figure: v for c, v in mine if c.chip in (None, chip)}

@@ -5,7 +5,7 @@ python experiments/lib/command_reference.py
 
 import argparse
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from autoshard.cli.parser import build_parser
@@ -16,7 +16,7 @@ START, END = "<!-- written by experiments/lib/command_reference.py -->\n", "<!--
 SHARED_BY = 3
 """Commands that must share a flag for its row to stand in a table of shared flags."""
 
-SETS = {
+SETS: dict[tuple[str, ...], str] = {
     ("plan", "measure", "compile", "compare", "sweep", "refine", "graph"): "all with a program",
     (
         "plan",
@@ -69,7 +69,7 @@ def by_group(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Ac
                 yield group.title or "", action
 
 
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     """Return a table of Markdown."""
     lines = [head, ("---",) * len(head), *rows]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)

@@ -21,7 +21,7 @@ class _StandIns:
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if any(name == known or name.startswith(f"{known}.") for known in self.names):
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)  # pyright: ignore[reportArgumentType]
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)  # pyrefly: ignore[bad-argument-type]
         return None
 
     def create_module(self, spec: Any) -> Any:
@@ -48,7 +48,7 @@ def find(folder: Path | None, packages: Iterable[str], never: Sequence[str] = ()
             there = False
         if not there:
             names.append(name)
-    sys.meta_path.insert(0, _StandIns(names))  # pyright: ignore[reportArgumentType]
+    sys.meta_path.insert(0, _StandIns(names))  # pyrefly: ignore[bad-argument-type]
 
 
 def apart(work: Callable[..., None], *args: Any) -> dict[str, Any]:

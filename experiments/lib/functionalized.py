@@ -64,7 +64,7 @@ def step_of(kind: str, rung: int) -> tuple[Any, dict[str, Any]]:
 
     random, problems = np.random.default_rng(0), []
     for task in tasks:
-        model = hf_eager(meta, task, True, lambda _: None, lambda _: None).rebuild(0)  # pyright: ignore
+        model = hf_eager(meta, task, True, lambda _: None, lambda _: None).rebuild(0)  # pyrefly: ignore
         for child in model.modules():
             if getattr(child, "config", None) is not None:
                 child.config._experts_implementation = "batched_mm"

@@ -54,9 +54,9 @@ def run_step(base: Path, settings: dict[str, Any], devices: int) -> list[Any]:
     import jax
     import numpy as np
     from flax.core.spmd import logical_axis_rules
-    from maxtext.configs import pyconfig  # pyright: ignore[reportMissingImports]
-    from maxtext.trainers.pre_train import train, train_compile  # pyright: ignore[reportMissingImports]
-    from maxtext.utils import maxtext_utils, sharding  # pyright: ignore[reportMissingImports]
+    from maxtext.configs import pyconfig  # pyrefly: ignore[missing-import]
+    from maxtext.trainers.pre_train import train, train_compile  # pyrefly: ignore[missing-import]
+    from maxtext.utils import maxtext_utils, sharding  # pyrefly: ignore[missing-import]
 
     from experiments.models import maxtext_step
 

@@ -13,7 +13,7 @@ import torch_xla.distributed.parallel_loader as pl
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import nn
-from torch_xla import _XLAC  # pyright: ignore[reportPrivateImportUsage]
+from torch_xla import _XLAC  # pyrefly: ignore[missing-attribute]
 
 
 xr.use_spmd()

@@ -58,7 +58,7 @@ def open_easydel(folder: Path | None, devices: int) -> Any:
 
     find(folder, STOOD_IN)
     warnings.simplefilter("ignore")
-    import easydel  # pyright: ignore[reportMissingImports]
+    import easydel  # pyrefly: ignore[missing-import]
 
     # EasyDeL sets flags of GPUs, which this jaxlib does not know.
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
@@ -76,8 +76,8 @@ def inputs(easydel: Any, row: dict[str, Any], dims: tuple[int, ...]) -> tuple[An
     import jax
     import jax.numpy as jnp
     import optax
-    from easydel.infra.loss_utils import LossConfig  # pyright: ignore[reportMissingImports]
-    from easydel.trainers.trainer._fn import training_step  # pyright: ignore[reportMissingImports]
+    from easydel.infra.loss_utils import LossConfig  # pyrefly: ignore[missing-import]
+    from easydel.trainers.trainer._fn import training_step  # pyrefly: ignore[missing-import]
     from flax import nnx
 
     config = getattr(easydel, f"{row['model']}Config")(**SMALL, sharding_axis_dims=dims, attn_mechanism="vanilla")
@@ -134,7 +134,7 @@ def compile_row(folder: Path | None, row: dict[str, Any], planned: dict[str, Any
     """Match the rules with EasyDeL, compile its step under them, and send the bytes on the wire."""
     easydel = open_easydel(folder, 8)
     import jax
-    from eformer.escale import match_partition_rules  # pyright: ignore[reportMissingImports]
+    from eformer.escale import match_partition_rules  # pyrefly: ignore[missing-import]
     from jax.sharding import NamedSharding, PartitionSpec
 
     from autoshard.cost import Topology, make_mesh

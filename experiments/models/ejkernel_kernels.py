@@ -27,7 +27,7 @@ BATCH, SEQ, HEADS, OF_KEYS, CHANNELS = 8, 1024, 8, 4, 128
 def programs() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], tuple[int, ...]]]:
     """Yield each kernel's name, its function, the shapes of its arguments, and the arguments to differentiate."""
     import jax
-    from ejkernel import Backend, Platform, kernel_registry  # pyright: ignore
+    from ejkernel import Backend, Platform, kernel_registry  # pyrefly: ignore
 
     def kernel(name: str, **fixed: Any) -> Callable[..., Any]:
         registered = kernel_registry.get(name, platform=Platform.PALLAS, backend=Backend.TPU)
@@ -94,14 +94,14 @@ def main() -> None:
         print("ejkernel is not installed: install it, or give the folder that it was installed to with --ejkernel.")
         return
     warnings.simplefilter("ignore")
-    import ejkernel as ejkernel  # pyright: ignore[reportMissingImports]
+    import ejkernel as ejkernel  # pyrefly: ignore[missing-import]
 
     os.environ["XLA_FLAGS"] = ""  # ejkernel sets flags of GPUs, which this jaxlib does not know
     import jax.numpy as jnp
     from jax.experimental.pallas import tpu
 
     if not hasattr(tpu, "repeat"):
-        tpu.repeat = lambda x, repeats, axis: jnp.concatenate([x] * repeats, axis=axis)  # pyright: ignore
+        tpu.repeat = lambda x, repeats, axis: jnp.concatenate([x] * repeats, axis=axis)  # pyrefly: ignore
     lines = [
         "# Pallas kernels of ejkernel 0.0.80.3",
         "",

@@ -77,7 +77,7 @@ def marks() -> None:
 
         def forward(self, x: Any) -> Any:
             for layer in self.layers:
-                x = checkpoint(layer, x, use_reentrant=False)
+                x: Any = checkpoint(layer, x, use_reentrant=False)
             with torch.no_grad():
                 scale = (x * x).sum()
             return (x / scale).sum()

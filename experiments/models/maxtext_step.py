@@ -75,9 +75,9 @@ def inputs(base: Path, settings: dict[str, Any], compiled_for: str = "") -> tupl
     them.
     """
     import jax
-    from maxtext.configs import pyconfig  # pyright: ignore[reportMissingImports]
-    from maxtext.trainers.pre_train import train, train_compile  # pyright: ignore[reportMissingImports]
-    from maxtext.utils import maxtext_utils, sharding  # pyright: ignore[reportMissingImports]
+    from maxtext.configs import pyconfig  # pyrefly: ignore[missing-import]
+    from maxtext.trainers.pre_train import train, train_compile  # pyrefly: ignore[missing-import]
+    from maxtext.utils import maxtext_utils, sharding  # pyrefly: ignore[missing-import]
 
     where = (
         {"compile_topology": compiled_for, "compile_topology_num_slices": 1} if compiled_for else {"hardware": "cpu"}
@@ -131,7 +131,7 @@ def compile_row(folder: Path | None, row: dict[str, Any], settings: dict[str, st
     base = open_maxtext(folder)
 
     from flax.core.spmd import logical_axis_rules
-    from maxtext.trainers.pre_train import train_compile  # pyright: ignore[reportMissingImports]
+    from maxtext.trainers.pre_train import train_compile  # pyrefly: ignore[missing-import]
 
     from autoshard.cost import Topology, make_mesh
     from autoshard.exec import read_collectives, wire_by_axis

@@ -231,7 +231,7 @@ def on_the_wire(row: dict[str, Any]) -> tuple[str, float] | None:
     """Return the mesh axis on which later steps differ most from their plan, and its relative difference; None if
     none.
     """
-    differences = []
+    differences: list[tuple[str, float]] = []
     for each in row["wire"]:
         planned = {axis: size for axis, size in each["planned"].items() if size > 0.01 * sum(each["planned"].values())}
         differences += [(axis, each["sent"].get(axis, 0) / size - 1) for axis, size in planned.items()]
@@ -277,7 +277,7 @@ def table(rows: Rows) -> str:
                 ]
             ),
         ]
-        lines.append(map(plain, cells))
+        lines.append([plain(cell) for cell in cells])
     return page(
         "# Whole scripts under auto-sharding, and without it",
         *str(__doc__).split("\n\n")[2:4],

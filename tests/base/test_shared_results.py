@@ -42,5 +42,5 @@ def test_the_result_that_was_not_used_for_longest_is_discarded() -> None:
 def test_an_error_is_not_shared() -> None:
     with sharing_results():
         with pytest.raises(ZeroDivisionError):
-            shared("quotient", 0, lambda: 1 // 0, 2)
+            shared("quotient", 0, lambda: 1 // 0, 2)  # pyrefly: ignore[division-by-zero]
         assert shared("quotient", 0, lambda: 7, 2) == 7

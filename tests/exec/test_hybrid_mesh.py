@@ -64,7 +64,7 @@ def same_groups(topology: Topology, one: np.ndarray, other: np.ndarray) -> bool:
 def shapes(count: int) -> list[tuple[int, ...]]:
     """List the shapes of meshes of two and three axes with this many devices."""
     powers = [2**k for k in range(count.bit_length())]
-    pairs = [(a, count // a) for a in powers if count % a == 0]
+    pairs: list[tuple[int, ...]] = [(a, count // a) for a in powers if count % a == 0]
     return pairs + [(a, b, count // a // b) for a in (2, 4) for b in (2, 4) if count % (a * b) == 0]
 
 

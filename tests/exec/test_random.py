@@ -20,6 +20,7 @@ def drawn(seed: int) -> tuple[RandomProgram, list[list[Any]]]:
     return (program := random_program(seed)), expected(program)
 
 
+@pytest.mark.few(22)
 @pytest.mark.parametrize(
     ("seed", "mesh"),
     [

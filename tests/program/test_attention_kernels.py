@@ -94,6 +94,7 @@ def test_windows_and_softcaps_are_the_kernels_too() -> None:
         assert np.abs(plain - kernel).max() <= 1e-5 * np.abs(plain).max(), more
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("queries", "keys"), [(197, 230), (300, 300), (384, 384)])
 @pytest.mark.parametrize("more", [{"causal": True}, {"causal": False}, {"causal": False, "window": 50}])
 def test_sequences_that_no_block_divides_are_padded(queries: int, keys: int, more: dict[str, Any]) -> None:

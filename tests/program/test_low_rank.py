@@ -35,10 +35,10 @@ def with_peft(model: Any, targets: list[str]) -> Any:
 @pytest.mark.parametrize(
     ("config", "targets"),
     [
-        ("llama-tiny", ["q_proj", "v_proj"]),
+        pytest.param("llama-tiny", ["q_proj", "v_proj"], marks=pytest.mark.full),
         ("gpt2-tiny", ["c_attn", "mlp.c_proj"]),
         ("mixtral-tiny", ["self_attn.q_proj", "o_proj"]),
-        ("bert-tiny", ["query", "attention.output.dense"]),
+        pytest.param("bert-tiny", ["query", "attention.output.dense"], marks=pytest.mark.full),
     ],
 )
 def test_a_planned_step_equals_pefts_in_eager_torch(
@@ -178,7 +178,7 @@ def test_codes_of_nf4_are_the_nearest_values() -> None:
     assert (values == nearest).float().mean() > 0.99
 
 
-@pytest.mark.parametrize("form", ["int8", "int4", "nf4"])
+@pytest.mark.parametrize("form", ["int8", pytest.param("int4", marks=pytest.mark.full), "nf4"])
 def test_a_step_on_a_stored_base_equals_eager_torch(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizers, "LEARNING_RATE", STEP)
     program = adapted(f"r=4,targets=up/down,base={form}")

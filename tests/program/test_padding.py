@@ -38,7 +38,7 @@ def steps(program: Program, weights: dict[str, Any], batch: Any) -> tuple[dict[s
     ("model", "pad", "more"),
     [
         ("gpt2-tiny", "vocabulary=100", {}),  # tied embeddings
-        ("llama-tiny", "vocabulary=100,heads=3,width=96", {}),
+        pytest.param("llama-tiny", "vocabulary=100,heads=3,width=96", {}, marks=pytest.mark.full),
         ("llama-tiny", "vocabulary=96", {"loss_chunks": "3", "optimizer": "muon"}),
         ("gemma2-tiny", "vocabulary=100,heads=3", {"optimizer": "lion"}),  # its logits are capped by tanh
         (QWEN3, "heads=3,width=96", {}),  # norms of queries and keys by head

@@ -54,6 +54,7 @@ def steps(loss, **options):
     return program, (float(value.detach()), dict(module.named_parameters())), (float(found), state[0].trace)
 
 
+@pytest.mark.few(18)
 @pytest.mark.parametrize("options", [{"microbatches": 4}, {"gradient_groups": 2, "microbatches": 2}], ids=str)
 @pytest.mark.parametrize("name", LOSSES)
 def test_microbatches_give_the_step_of_the_whole_batch(name, options):

@@ -94,6 +94,7 @@ def test_the_module_is_left_as_it_was():
         assert id(parameter) == before[name][0] and torch.equal(parameter, before[name][1])
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("remat", ["none", "dots", "full", "full:2+none", "none:1+dots:1+full"])
 @pytest.mark.parametrize("kind", [Chain, Doubling])
 def test_training_equals_torch_sgd(kind, remat):
@@ -163,7 +164,8 @@ class Numbered(Chain):
 
     def __init__(self, layers=6, first=0):
         super().__init__(layers)
-        self.layers = nn.ModuleDict({str(first + place): layer for place, layer in enumerate(self.layers)})
+        numbered = {str(first + place): layer for place, layer in enumerate(self.layers)}
+        self.layers = nn.ModuleDict(numbered)  # pyrefly: ignore[bad-assignment]
 
     def forward(self, x, shift):
         for layer in self.layers.values():
@@ -171,7 +173,7 @@ class Numbered(Chain):
         return x
 
 
-@pytest.mark.parametrize("first", [0, 4])
+@pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.full), 4])
 def test_layers_in_a_dict_are_scanned_and_made_again_as_in_a_list(first):
     inputs = torch.randn(3, 8), torch.randn(8)
     dicts, lists = Numbered(6, first), Chain(6)

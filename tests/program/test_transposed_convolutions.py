@@ -21,6 +21,7 @@ def _options():
                 yield pytest.param(kinds[dims], side, groups, more, id=f"{dims}d-{groups}-{more['stride']}")
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize(("kind", "side", "groups", "more"), list(_options()))
 def test_a_transposed_convolution_has_torchs_values_and_gradients(kind, side, groups, more):
     class Upsampling(nn.Module):

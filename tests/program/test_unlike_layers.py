@@ -323,6 +323,7 @@ def test_a_module_may_have_two_names_and_a_weight_stand_in_a_list():
     check(Siamese(), torch.randn(4, 8))
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("part", ["", "weight", "norm.bias"])
 @pytest.mark.parametrize("frozen", [(0, 1), (2, 3), (1,), (0, 2), (0, 1, 2, 3)])
 def test_frozen_parameters_have_no_gradient_and_all_others_do(frozen, part):

@@ -58,12 +58,12 @@ def decoding(name: str) -> Program:
     [
         ("llama-tiny", ServingEngine(4), 2),
         ("llama-tiny", ServingEngine(8), 1),  # 4 key-value heads
-        ("llama-tiny", ServingEngine(4, 2), 1),
+        pytest.param("llama-tiny", ServingEngine(4, 2), 1, marks=pytest.mark.full),
         ("gemma2-tiny", ServingEngine(2, 2), 2),
         ("mixtral-tiny", ServingEngine(2, 2, 4), 2),
-        ("mixtral-tiny", ServingEngine(4, 2), 1),
+        pytest.param("mixtral-tiny", ServingEngine(4, 2), 1, marks=pytest.mark.full),
         ("deepseek-v3-tiny", ServingEngine(2, 4, 8), 1),
-        ("deepseek-v3-tiny", ServingEngine(4, 1), 2),
+        pytest.param("deepseek-v3-tiny", ServingEngine(4, 1), 2, marks=pytest.mark.full),
         ("gpt2-tiny", ServingEngine(2), 4),
     ],
 )

@@ -164,7 +164,7 @@ def choose(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str, A
     places = _whole_in(rows, {named.get("dim", -1) % max(rows.ndim, 1)})
     values, indices = func(local_part(rows, places), **named)
     results = (DTensor.from_local(each, rows.device_mesh, places, run_check=False) for each in (values, indices))
-    return torch.return_types.topk(tuple(results))  # pyright: ignore[reportArgumentType]
+    return torch.return_types.topk(tuple(results))  # pyrefly: ignore[bad-argument-type]
 
 
 def pad(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str, Any]) -> Any:

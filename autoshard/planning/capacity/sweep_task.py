@@ -176,7 +176,7 @@ class SweepTask:
         These are `_content`, entry, options, topology, planning options and version. The fit learned from measurements
         for the topology follows if it has observations and `calibration` is on.
         """
-        inputs = [*self._content(), self.entry, self.options, topology, self.planning, autoshard.__version__]
+        inputs: list[Any] = [*self._content(), self.entry, self.options, topology, self.planning, autoshard.__version__]
         parsed, planning = Topology.parse(topology), dict(self.planning)
         flags, _ = chosen_flags(planning.get("xla_flags"), parsed.chip)
         learned = learned_fit(parsed, flags) if planning.get("calibration", True) else None

@@ -169,7 +169,8 @@ def reopen(
             f"the plan of {plan.program_name} does not say where its program is: name it with --program "
             "(in Python, pass the program)."
         )
-    recipe, options = source.recipe, source.options
+    recipe = source.recipe
+    options: dict[str, Any] = source.options
     if remat is not None and recipe is not None and "remat" in recipe:
         recipe = {**recipe, "remat": remat}
     elif remat is not None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from autoshard.base.units import format_seconds
 from autoshard.cost import Topology
@@ -42,7 +43,8 @@ def as_held(plan: Plan, form: Form, free_s: float, other: Candidate | None = Non
     `free_s` is the step time in seconds without the form; the warning names it if the plan is slower by `NOTICED`. It
     also names baselines that are faster, and `other`, a faster plan in another form.
     """
-    line, parts = f"planned within what the {form.name} form can hold", {}
+    line = f"planned within what the {form.name} form can hold"
+    parts: dict[str, Any] = {}
     if not form.splits_inside:
         line += ": nothing inside the step is pinned"
         parts = {"pins": (), "regions": (), "calls": ()}

@@ -125,9 +125,7 @@ class Plan:
         """Write the plan as JSON to a file, which is replaced if it exists; raise `UserError` if that is impossible."""
         provider("save")(self, path)
 
-    def jit(
-        self, fn: "Callable[..., Any] | Program", *, donate_argnums: int | Sequence[int] | None = None
-    ) -> Callable[..., Any]:
+    def jit(self, fn: "Callable[..., Any] | Program", *, donate_argnums: int | Sequence[int] | None = None) -> Any:
         """Return `fn` as one compiled step under this plan on the present devices, with the same pytrees.
 
         - `fn`: the planned function, or the planned program for its step.

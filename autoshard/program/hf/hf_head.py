@@ -40,11 +40,12 @@ class HeadApart:
         import jax.numpy as jnp
 
         logits = out.get("logits") if isinstance(out, Mapping) else None
-        if logits is None or logits is not getattr(self.input, "_elem", None) or labels is None:
+        own = getattr(self.input, "_elem", None)
+        if own is None or logits is not own or labels is None:
             raise UserError(
                 f"--loss-chunks: the logits of `{self.name}` are not those of its head alone; leave it out."
             )
-        if logits.ndim != 3 or labels.shape != logits.shape[:2]:
+        if own.ndim != 3 or labels.shape != own.shape[:2]:
             raise UserError(f"--loss-chunks: `{self.name}` has no label for each token; leave it out.")
         weights = params[names[id(self.head.weight)]]
         bias = None if self.head.bias is None else params[names[id(self.head.bias)]]

@@ -177,5 +177,7 @@ def _entries(function: TorchFunction, seen: dict[int, Any], length: int, dtype: 
             continue
         block, offset = places.get(index, (None, 0))
         label = f"layer.{index}" if block is None else block.label(offset)
-        entries[label] = {part: full(part, value, block and block.repeats) for part, value in parts.items()}
+        entries[label] = {
+            part: full(part, value, None if block is None else block.repeats) for part, value in parts.items()
+        }
     return entries

@@ -130,9 +130,10 @@ def _attention_shapes(dims: DecoderDims) -> dict[str, tuple[int, ...]]:
 
 def _mlp_shapes(dims: DecoderDims) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a dense MLP's matrices by name."""
-    shapes = {"mlp.up_proj.weight": (dims.width, dims.mlp_width), "mlp.down_proj.weight": (dims.mlp_width, dims.width)}
+    up = (dims.width, dims.mlp_width)
+    shapes: dict[str, tuple[int, ...]] = {"mlp.up_proj.weight": up, "mlp.down_proj.weight": up[::-1]}
     if dims.gated:
-        shapes["mlp.gate_proj.weight"] = shapes["mlp.up_proj.weight"]
+        shapes["mlp.gate_proj.weight"] = up
     return shapes
 
 
@@ -188,7 +189,7 @@ def decoder_weights(fields: Mapping[str, Any], dims: DecoderDims) -> dict[str, K
 
 def _mlp(name: str, inner: WeightDim) -> dict[str, Kinds]:
     """Return the kinds of a gated MLP's matrices [out, in] below `name`; `inner` is that of its width."""
-    weights = {f"{name}.{part}_proj.weight": (inner, WeightDim.OTHER) for part in ("gate", "up")}
+    weights: dict[str, Kinds] = {f"{name}.{part}_proj.weight": (inner, WeightDim.OTHER) for part in ("gate", "up")}
     return weights | {f"{name}.down_proj.weight": (WeightDim.OTHER, inner)}
 
 

@@ -265,7 +265,9 @@ def stack(
             f"{'both' if len(given) > 1 else 'it'} out."
         )
     active = _asked.get()
-    pipeline = read_pipeline(stages, microbatches, schedule) if stages is not None else active and active.pipeline
+    pipeline = None if active is None else active.pipeline
+    if stages is not None:
+        pipeline = read_pipeline(stages, microbatches, schedule)
     if active is not None:
         active.layers.append(sizes[0])
     return run_stack(layer, stacked, x, pipeline, sizes[0], "this stack")

@@ -81,12 +81,12 @@ def one_microbatch(inputs: Any, kwargs: Any, targets: Any) -> tuple[Any, Any, An
 
     Raises `NotDividedError` if the first dim of a tensor is no multiple of the number of microbatches.
     """
-    asked = _asked.get()
-    if asked is None:
+    if (requested := _asked.get()) is None:
         return inputs, kwargs, targets
     import torch
     from torch.utils import _pytree
 
+    asked = requested
     asked.batch = 0
     count = asked.microbatches
 
@@ -117,10 +117,10 @@ def watching(module: Any) -> Iterator[None]:
     Earlier records of the request are reset. A segment starts where a submodule is called after an op has run. It has
     the name of the first named module that is called there.
     """
-    asked = _asked.get()
-    if asked is None:
+    if (requested := _asked.get()) is None:
         yield
         return
+    asked = requested
     asked.module, asked.names, asked.calls, asked.busy = module, [""], Counter(), False
 
     def begin(name: str) -> Any:

@@ -445,17 +445,17 @@ def _environment_type() -> type:
         return self.to(other.dtype)
 
     # `torch.random.fork_rng` of torch 2.13 calls this function of the device that torchax registers, with an index.
-    replaced: Any = device_module
-    replaced.get_rng_state = lambda device=0: []
-    replaced = tensor.Tensor
-    replaced._elem = property(shared_views.elements, shared_views.write)
-    replaced.shape = property(lambda self: torch.Size(self.__dict__["_held"].shape))  # writes change no shape
-    replaced.detach = detached
-    replaced.data = property(detached, held_elsewhere)
-    replaced.__setitem__ = set_elements  # torchax's own method reads the values of a mask
-    replaced = View
-    replaced.__setitem__ = set_elements_of_view  # torchax's own method rejects tensors as indices
-    replaced._elem = property(elements_of_view, lambda self, value: self.update(value))  # some ops expect it
+    device: Any = device_module
+    device.get_rng_state = lambda device=0: []
+    tensors: Any = tensor.Tensor
+    tensors._elem = property(shared_views.elements, shared_views.write)
+    tensors.shape = property(lambda self: torch.Size(self.__dict__["_held"].shape))  # writes change no shape
+    tensors.detach = detached
+    tensors.data = property(detached, held_elsewhere)
+    tensors.__setitem__ = set_elements  # torchax's own method reads the values of a mask
+    views: Any = View
+    views.__setitem__ = set_elements_of_view  # torchax's own method rejects tensors as indices
+    views._elem = property(elements_of_view, lambda self, value: self.update(value))  # some ops expect it
     View.tolist = tolist  # torchax's views have no `tolist`
     setattr(tensor.Tensor, "flatten", flatten)  # noqa: B010  # torchax's own is not dispatched
     tensor.Tensor.type_as = type_as  # torchax's own changes `self`, and fails for views

@@ -3,7 +3,7 @@
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from autoshard.base.units import format_bytes, format_count, format_seconds
@@ -122,7 +122,7 @@ def environment() -> "jinja2.Environment":
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {
+    filters: dict[str, Callable[..., Any]] = {
         "bytes": format_bytes,
         "seconds": format_seconds,
         "count": format_count,
@@ -136,6 +136,7 @@ def environment() -> "jinja2.Environment":
         "percent": lambda share: f"{share:.1%}",
         "css": lambda kind: kind.replace("_", "-"),
     }
+    made.filters |= filters
     return made
 
 

@@ -96,9 +96,15 @@ def saved() -> Program:
 
 @PLUGIN
 @pytest.mark.parametrize(
-    "make", [lambda: decode(False), lambda: decode(True), perceptron, convolutions, saved],
-    ids=["places first", "heads first", "perceptron", "convolutions", "saved"],
-)  # fmt: skip
+    "make",
+    [
+        pytest.param(lambda: decode(False), id="places first", marks=pytest.mark.full),
+        pytest.param(lambda: decode(True), id="heads first"),
+        perceptron,
+        convolutions,
+        saved,
+    ],
+)
 def test_a_step_of_one_gpu_takes_the_memory_and_time_that_were_planned(make: Callable[[], Program]) -> None:
     program = make()
     compilation = compile_plan(program, make_plan(program, Options(topology="h100:1", mesh="data=1")).plan, 300.0)

@@ -60,7 +60,9 @@ MISSING = (
 )
 
 
-@pytest.mark.parametrize("values", ["jax.ShapeDtypeStruct((8, 8), jnp.float32)", "jnp.ones((8, 8))"])
+@pytest.mark.parametrize(
+    "values", ["jax.ShapeDtypeStruct((8, 8), jnp.float32)", pytest.param("jnp.ones((8, 8))", marks=pytest.mark.full)]
+)
 def test_a_platform_that_is_not_here_is_named(values: str, tmp_path: Path) -> None:
     (tmp_path / "step.py").write_text(PROGRAM.format(values=values))
     env = os.environ | {"JAX_PLATFORMS": "metal"}

@@ -35,7 +35,7 @@ class MadeUpJudge:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
     judge = MadeUpJudge(lambda bill: 0.1 + 0.001 * len(bill.charges), wait_s=1.0)
-    refinement.judge_of = lambda *_: judge
+    refinement.judge_of = lambda *_: judge  # pyrefly: ignore[bad-assignment]
     result = refine(
         program("mlp"), topology="cpu:8", mesh="data=4,model=2", plans=4, rounds=1,
         progress=lambda line: print(line, flush=True),

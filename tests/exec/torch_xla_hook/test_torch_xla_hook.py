@@ -146,8 +146,8 @@ def test_a_module_that_is_planned_and_made_in_parts(unasked: dict[str, Any]):
 def test_only_what_asks_installs_the_hook(variable: str, auto: bool, installs: int, monkeypatch: pytest.MonkeyPatch):
     calls: list[str] = []
     package, runtime, hook = ModuleType("torch_xla"), ModuleType("torch_xla.runtime"), ModuleType("hook")
-    runtime.use_spmd = lambda auto=False: calls.append("spmd")  # pyright: ignore[reportAttributeAccessIssue]
-    hook.install = lambda: calls.append("install")  # pyright: ignore[reportAttributeAccessIssue]
+    runtime.use_spmd = lambda auto=False: calls.append("spmd")  # pyrefly: ignore[missing-attribute]
+    hook.install = lambda: calls.append("install")  # pyrefly: ignore[missing-attribute]
     monkeypatch.setitem(sys.modules, "torch_xla", package)
     monkeypatch.setitem(sys.modules, "torch_xla.runtime", runtime)
     monkeypatch.setitem(sys.modules, "autoshard.exec.torch_xla_hook", hook)

@@ -35,7 +35,7 @@ def test_the_table_has_median_and_quartiles():
     step, other = [0.010, 0.020], [0.010, 0.010]
     turns = {"planned": [step] * 4, "all": [other] * 4, "arguments": [step] * 4}
     said = {how: {"wire": {"data": 5}, "calls": [7, 7], "compiled": 2} for how in turns}
-    rows = {"mlp": {"turns": turns, "said": said, "values": 3, "ops": 1, "date": "today"}}
+    rows: dict[str, Any] = {"mlp": {"turns": turns, "said": said, "values": 3, "ops": 1, "date": "today"}}
     times = {"without": [1.0, 1.0], "with": [1.01, 1.01], "own": [0.003, 0.003], "found": [0.001, 0.001]}
     rows["import"] = {"turns": times, "more": ["one", "two"], "date": "today"}
     lines = torch_xla_overhead.table(rows).splitlines()

@@ -1,6 +1,7 @@
 """Topology of PyTorch/XLA's devices, from the runtime's attributes. No TPU is needed."""
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -9,7 +10,7 @@ from autoshard.errors import UserError
 from autoshard.exec.torch_xla_hook.planning.runtime_topology import tpu_topology
 
 
-def attributes(topology: Topology) -> list[dict[str, object]]:
+def attributes(topology: Topology) -> list[dict[str, Any]]:
     """Return the runtime's attributes of every device of a topology."""
     rows = []
     for number in range(topology.num_devices):

@@ -2,14 +2,13 @@
 
 import math
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from autoshard.errors import UserError
 from autoshard.exec.torch_xla_hook.lifecycle.enable import check_version
+from tests import forked
 from tests.exec.torch_xla_hook.torch_xla_processes import run_checks
 
 
@@ -96,7 +95,7 @@ def test_a_mesh_of_other_devices_is_refused_before_the_first_step(ask: str, mesh
     asked = {} if ask else {"XLA_AUTO_SPMD": "1"}
     here = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "XLA_AUTO_SPMD_MESH": mesh} | asked
     code = "import autoshard.torch_xla\n" + MOVES.format(ask=ask)
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | here)
+    ran = forked.run(["-c", code], env=os.environ | here)
     assert ran.returncode and "moved" not in ran.stdout
     assert sentence in ran.stderr.strip().splitlines()[-1]
 

@@ -50,6 +50,7 @@ class Marks(base_of_tests.Base):
 """.replace("import os, sys", "import os, sys, unittest")
 
 
+@pytest.mark.full
 def test_what_differs_is_reported_with_its_reason(tmp_path: Path) -> None:
     folder = tmp_path / "test" / "spmd"
     folder.mkdir(parents=True)

@@ -34,7 +34,7 @@ def moves() -> dict[str, Any]:
         inputs.append(sum(spec is not None and bool(spec.axes) for spec in decision.specs))
         return found
 
-    hook_session.split_inputs = counted
+    hook_session.split_inputs = counted  # pyrefly: ignore[bad-assignment]
     found = shown(train(4))
     plain = mlp(128).requires_grad_(False)
     model = copy.deepcopy(plain).to("xla")

@@ -110,7 +110,7 @@ def planned(family: str, resumes: bool = False, **options: Any) -> dict[str, Any
 
 def wrapped(family: str) -> dict[str, Any]:
     """Train with the Trainer's FSDPv2 option."""
-    config = {"xla": True, "xla_fsdp_v2": True, "xla_fsdp_grad_ckpt": False}
+    config: dict[str, Any] = {"xla": True, "xla_fsdp_v2": True, "xla_fsdp_grad_ckpt": False}
     config["transformer_layer_cls_to_wrap"] = [LAYERS[family]]
     return planned(family, fsdp="full_shard", fsdp_config=config)
 

@@ -46,7 +46,7 @@ def model_of(program: Program, plan: Plan) -> tuple[Model, np.ndarray]:
     return reprice(plan, program, analyse_program(program, "tpu"))
 
 
-@pytest.mark.parametrize("topology", ["v5e:2x4", "v6e:2x4", "v5p:2x2x2"])
+@pytest.mark.parametrize("topology", ["v5e:2x4", pytest.param("v6e:2x4", marks=pytest.mark.full), "v5p:2x2x2"])
 def test_peaks_of_small_programs_are_what_the_compiler_reserves(topology: str) -> None:
     if importlib.util.find_spec("libtpu") is None:  # an optional extra
         pytest.skip("libtpu is not installed")
@@ -56,7 +56,7 @@ def test_peaks_of_small_programs_are_what_the_compiler_reserves(topology: str) -
     assert 0.95 * compiled <= plan.prediction.peak_bytes <= (1.15 if topology.startswith("v5p") else 1.05) * compiled
 
 
-@pytest.mark.parametrize("seed", [117, 137])
+@pytest.mark.parametrize("seed", [117, pytest.param(137, marks=pytest.mark.full)])
 def test_convolutions_have_the_values_in_main_memory_that_the_compiler_puts_there(seed: int) -> None:
     """Compare steps whose values are 49 and 64 MiB: some stay, some are fetched again before the backward pass."""
     if importlib.util.find_spec("libtpu") is None:  # an optional extra

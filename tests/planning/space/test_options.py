@@ -49,7 +49,7 @@ def test_a_limit_of_memory_is_rounded_down_to_bytes(kind: type, tmp_path: Path):
 
 def test_an_option_that_does_not_exist_is_named():
     with pytest.raises(TypeError, match="no option 'meshes'; the options of a plan are topology, asked,"):
-        autoshard.plan(programs.program("matmul"), topology="cpu:8", meshes="data=8")  # pyright: ignore[reportCallIssue]
+        autoshard.plan(programs.program("matmul"), topology="cpu:8", meshes="data=8")  # pyrefly: ignore[bad-argument-type]
 
 
 def test_every_option_can_be_stated_everywhere():
