@@ -34,6 +34,7 @@ from autoshard.graph import (
     read_graph,
     replace_names,
     round_operands,
+    store_rounded,
 )
 from autoshard.planning.price.evaluate import evaluate
 from autoshard.planning.price.prediction import bill_of
@@ -177,6 +178,8 @@ def build_model(
     graph, structure, liveness = reading.graph, reading.structure, reading.liveness
     if _defers_gradients(program, mesh, calibration):
         liveness = defer_weight_gradients(graph, liveness)
+    if mesh.topology.chip.cores_per_chip > 1:
+        liveness = dataclasses.replace(liveness, softmaxes=store_rounded(liveness.softmaxes))
     if mesh.topology.traits.gpu_kernels and mesh.num_devices > 1:
         liveness = defer_filter_gradients(graph, liveness)
     program = lowered_for(program, mesh.topology.traits.platform)
