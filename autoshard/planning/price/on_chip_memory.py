@@ -119,9 +119,12 @@ class _Kernels:
         """Seconds of a step before each op, [ops + 1]."""
 
     def uses(self, each: LiveBuffer, end: int) -> list[int]:
-        """Return in order the ops that read a buffer; the last op of its life counts as one."""
+        """Return in order the ops that read a buffer; the last op of its life counts as one.
+
+        An op that writes over a buffer in main memory reads it too. On the chip it writes its result elsewhere.
+        """
         last = min(each.stop, end) - 1
-        reads = {op for op in self.reads.get(each.tensor, ()) if each.start < op <= last}
+        reads = {op for op in self.reads.get(each.tensor, ()) if each.start < op <= min(each.stop, end - 1)}
         if each.kind not in ARGUMENTS:
             reads.add(last)
         return sorted(reads)
