@@ -163,7 +163,7 @@ def _rounded(region: _Region) -> set[int]:
 
 
 def store_rounded(softmaxes: Iterable[Softmax]) -> tuple[Softmax, ...]:
-    """Return softmaxes for chips with several cores, whose kernels store rounded probabilities."""
+    """Return softmaxes of a compiler that stores rounded probabilities instead of recomputing them."""
     return tuple(dataclasses.replace(softmax, recomputed=softmax.rounded) for softmax in softmaxes)
 
 

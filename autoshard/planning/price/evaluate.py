@@ -21,9 +21,14 @@ from autoshard.planning.price.device_memory import (
     gathered_copies,
     reserve,
 )
-from autoshard.planning.price.gathered_buffers import copied_into_place, gathered_results, held_by_collectives
+from autoshard.planning.price.gathered_buffers import (
+    copied_into_place,
+    gathered_results,
+    held_by_collectives,
+    waiting_gradients,
+)
 from autoshard.planning.price.heap_placement import heap_holes, written_by_collectives
-from autoshard.planning.price.on_chip_memory import on_chip_room, without_on_chip
+from autoshard.planning.price.on_chip_memory import kernel_clock, on_chip_room, without_on_chip
 from autoshard.planning.price.reshard_times import (
     ReshardTime,
     cluster_names,
@@ -279,7 +284,7 @@ def live_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
 def _buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
     """Return every buffer in a device's main memory, with results allocated from the start where the backend does so.
 
-    Buffers of collectives are included; on TPUs these are only the tables that gathers read.
+    Buffers of collectives are included; on TPUs these are the tables that gathers read and gradients before their sum.
     """
     local_of = functools.partial(_local_dims, model, choices)
     traits, gathered = model.mesh.topology.traits, dict(gathered_results(model, choices, local_of))
@@ -314,6 +319,9 @@ def _buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
         buffers = [*without_on_chip(model, choices, buffers, room, away), *copies]
     if traits.separate_collective_buffers or traits.tiled:
         buffers += held_by_collectives(model, choices, offloaded)
+    if traits.tiled:
+        clock_of = functools.partial(kernel_clock, model, choices, tuple(buffers))
+        buffers += waiting_gradients(model, choices, clock_of)
     if model.liveness.reserved:
         buffers = reserve(model.graph, buffers, model.liveness.reserved, traits.results_apart)
     return buffers

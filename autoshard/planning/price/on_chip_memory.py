@@ -84,6 +84,11 @@ def without_on_chip(
     return [each for each in left if each.stop > each.start]
 
 
+def kernel_clock(model: Model, choices: NDArray[np.int64], buffers: Sequence[LiveBuffer]) -> NDArray[np.float64]:
+    """Return the seconds of compute in a step before each op, [ops + 1]; `buffers` are all values of the step."""
+    return _Kernels(model, choices, buffers).clock
+
+
 class _Kernels:
     """Kernels of a step as the compiler's cost model for on-chip memory has them: FLOPs at a share of the peak rate,
     and bytes at the bandwidth of main memory.

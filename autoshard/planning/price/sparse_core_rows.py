@@ -82,9 +82,10 @@ def with_gathered_rows(
 ) -> Iterator[LiveBuffer]:
     """Yield the buffers of a program whose rows sparse cores gather, and the padding of these rows.
 
-    The rows are those that a scatter adds up, as a gather found them or as one elementwise op made them of it, and those
-    that only matmuls read. Rows lie one after the other, each along the lanes. The padding at the scatter itself is that of its copies. Elementwise ops
-    write their results over an operand, but none over the result of a sparse core.
+    The rows are those that a scatter adds up, as a gather found them or as one elementwise op made them of it. Others
+    are those that only matmuls read. Rows lie one after the other, each along the lanes. The padding at the scatter
+    itself is that of its copies. Elementwise ops write their results over an operand, but none over the result of a
+    sparse core.
 
     - `local_of`: dims of a tensor's shard.
     - `offloaded`: gathers that sparse cores execute.
