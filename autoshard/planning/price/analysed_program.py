@@ -89,8 +89,8 @@ def analyse_program(program: Program, where: Topology | str, kept: bool = False)
 STORES_ROUNDED = frozenset({"v5p"})
 """Chips whose compiler stores probabilities that the program rounds, for the matmuls of the forward and backward pass.
 
-Ten attention steps in bfloat16 had them for v5p, and none for v4, v5e and tpu7x. Steps for v6e had them with rows of 2048
-and heads of 64, but not with shorter rows or longer heads; they count as without.
+Ten attention steps in bfloat16 had them for v5p, and none for v4, v5e and tpu7x. Steps for v6e had them with rows of
+2048 and heads of 64, but not with shorter rows or longer heads; they count as without.
 """
 
 _ANALYSES = 2

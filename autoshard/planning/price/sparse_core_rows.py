@@ -90,7 +90,7 @@ def with_gathered_rows(
     - `local_of`: dims of a tensor's shard.
     - `offloaded`: gathers that sparse cores execute.
     """
-    rows = _multiplied_rows(graph) | _gathered_rows(graph)
+    rows = {**_multiplied_rows(graph), **_gathered_rows(graph)}
     for each in buffers:
         if each.tensor not in rows:
             yield each
