@@ -312,6 +312,8 @@ def _buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
         buffers += sorted_indices(model.graph, local_of)
     if traits.tiled:
         buffers = list(with_gathered_rows(model.graph, buffers, local_of, offloaded))
+        clock_of = functools.partial(kernel_clock, model, choices, tuple(buffers))
+        buffers += waiting_gradients(model, choices, clock_of)
     if traits.tiled and (room := on_chip_room(model.mesh.topology, _memory(model, buffers)[0])):
         copies = [each for each in buffers if each.start in offloaded and offloaded[each.start].reads_copy(each)]
         buffers = [each for each in buffers if each not in copies]
@@ -319,9 +321,6 @@ def _buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
         buffers = [*without_on_chip(model, choices, buffers, room, away), *copies]
     if traits.separate_collective_buffers or traits.tiled:
         buffers += held_by_collectives(model, choices, offloaded)
-    if traits.tiled:
-        clock_of = functools.partial(kernel_clock, model, choices, tuple(buffers))
-        buffers += waiting_gradients(model, choices, clock_of)
     if model.liveness.reserved:
         buffers = reserve(model.graph, buffers, model.liveness.reserved, traits.results_apart)
     return buffers
