@@ -35,6 +35,7 @@ from autoshard.graph.memory.row_layouts import LEAST_ROWS as LEAST_ROWS
 from autoshard.graph.memory.softmax import Softmax as Softmax
 from autoshard.graph.memory.softmax import SoftmaxForm as SoftmaxForm
 from autoshard.graph.memory.softmax import find_softmaxes as find_softmaxes
+from autoshard.graph.memory.softmax import store_rounded as store_rounded
 from autoshard.graph.memory.stack_layouts import ExtraTraffic as ExtraTraffic
 from autoshard.graph.read_module import argument_origin as argument_origin
 from autoshard.graph.read_module import read_graph as read_graph

@@ -8,7 +8,16 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from autoshard.graph import OpClass, OpGraph, Softmax, SoftmaxForm, analyse, build_structure, find_softmaxes
+from autoshard.graph import (
+    OpClass,
+    OpGraph,
+    Softmax,
+    SoftmaxForm,
+    analyse,
+    build_structure,
+    find_softmaxes,
+    store_rounded,
+)
 from tests.graph.buffers import TPU
 from tests.graph.programs import bf16, graph_of
 
@@ -107,3 +116,17 @@ def test_what_a_softmax_holds_is_nowhere_else() -> None:
     assert inside.intersection(tensor for tensor, *_ in before.buffers)
     # Other values may live longer or shorter, as the compiler stores probabilities that it knows to be scores.
     assert {tensor for tensor, *_ in after.buffers} == {tensor for tensor, *_ in before.buffers} - inside
+
+
+def test_rounded_values_that_two_matmuls_read_are_stored() -> None:
+    """Compare with a step that was compiled for v5p: the forward pass's probabilities are freed before the gradient."""
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        return (attention(q, k, v).astype(jnp.float32) ** 2).sum()
+
+    graph = graph_of(jax.grad(loss, (0, 1, 2)), *(bf16(4, 8, 1024, 64),) * 3)
+    (softmax,) = store_rounded(find_softmaxes(graph, build_structure(graph)))
+    scores, probabilities, before, gradient = sorted(softmax.recomputed.buffers, key=lambda buffer: buffer[1])
+    for tensor, *_ in (probabilities, gradient):
+        assert [op.op_class for op in graph.users[tensor]] == [OpClass.HEAVY] * 2
+    assert probabilities[2] <= before[1] < gradient[1] < scores[2]

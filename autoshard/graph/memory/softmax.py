@@ -15,10 +15,11 @@ Evidence: docs/compiler_behaviour.md, "Softmax between matmuls".
 import dataclasses
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from autoshard.graph.clusters import Cluster, Structure
 from autoshard.graph.memory.buffer_dtypes import widened_values
+from autoshard.graph.memory.operand_rounding import INSERTED
 from autoshard.graph.records import FactorKind, Op, OpClass, OpGraph, is_batched
 
 
@@ -59,6 +60,8 @@ class Softmax:
     """Traffic and buffers if one kernel computes the whole softmax."""
     recomputed: SoftmaxForm
     """Traffic and buffers if every kernel recomputes the probabilities."""
+    rounded: SoftmaxForm
+    """Traffic and buffers if a kernel stores what the program rounds for several matmuls; others recompute the rest."""
 
     @property
     def credited_tensors(self) -> frozenset[int]:
@@ -84,6 +87,10 @@ class _Region:
     def results_of(self, op: Op) -> list[int]:
         """Return the op's results in the region."""
         return [t for t in op.results if t in self.members]
+
+    def maker_of(self, tensor: int) -> int:
+        """Return the id of the op that computes a tensor; -1 for arguments."""
+        return self.graph.tensors[tensor].producer
 
     def is_scores(self, tensor: int) -> bool:
         """Return True if a matmul with batch dims computes the tensor."""
@@ -142,8 +149,22 @@ def _softmax(graph: OpGraph, structure: Structure, cluster: Cluster, wide: Mappi
     scores = min(t for exponential in sums for t in again[exponential] if region.is_scores(t))
     factors = {structure.dims_of[t][dim] for t, user in sums.items() for dim in _summed(user)}
     rows = tuple(d for d, factor in enumerate(structure.dims_of[scores]) if factor in factors)
-    forms = _form(region, whole, wide, short), _form(region, again, {})
+    kept = _rounded(region)
+    rounded = _reach(region, lambda op, tensor, before: op.op_class is OpClass.HEAVY or tensor in kept)
+    forms = _form(region, whole, wide, short), _form(region, again, {}), _form(region, rounded, {}, early=kept)
     return Softmax(cluster.id, region.ops[0].loop, members, scores, rows, *forms)
+
+
+def _rounded(region: _Region) -> set[int]:
+    """Return the values of a region that the program itself rounds and that several matmuls with batch dims read."""
+    casts = (op for op in region.ops if op.kind == "convert" and op.number != INSERTED)
+    results = (t for op in casts for t in region.results_of(op))
+    return {t for t in results if sum(is_batched(user) for user in region.graph.users[t]) > 1}
+
+
+def store_rounded(softmaxes: Iterable[Softmax]) -> tuple[Softmax, ...]:
+    """Return softmaxes of a compiler that stores rounded probabilities instead of recomputing them."""
+    return tuple(dataclasses.replace(softmax, recomputed=softmax.rounded) for softmax in softmaxes)
 
 
 def _summed(reduce: Op) -> dict[int, int]:
@@ -167,12 +188,19 @@ def _reach(region: _Region, is_stored: Callable[[Op, int, frozenset[int]], bool]
     return reach
 
 
-def _form(region: _Region, reach: _Reach, wide: Mapping[int, int], short: Collection[int] = ()) -> SoftmaxForm:
+def _form(
+    region: _Region,
+    reach: _Reach,
+    wide: Mapping[int, int],
+    short: Collection[int] = (),
+    early: Collection[int] = (),
+) -> SoftmaxForm:
     """Return traffic and buffers of a softmax with these stored values.
 
     - `reach`: maps every value to the stored values from which it is computed.
     - `wide`: bytes per element of values that are stored wider than typed.
     - `short`: exponentials with rows of at most `ROW`, which the scores' own matmul computes.
+    - `early`: values whose readers run as soon as their other operands are there, since that frees the value.
     """
     moved: Counter[int] = Counter()
     readers: dict[int, list[Op]] = defaultdict(list)
@@ -204,7 +232,8 @@ def _form(region: _Region, reach: _Reach, wide: Mapping[int, int], short: Collec
     buffers = []
     for tensor, start in sorted(starts.items()):
         record = region.graph.tensors[tensor]
-        stop = max((op.id for op in readers[tensor]), default=record.producer) + 1
+        ends = [max(map(region.maker_of, op.operands)) if tensor in early else op.id for op in readers[tensor]]
+        stop = max(ends, default=record.producer) + 1
         width = wide.get(tensor, record.itemsize)
         buffers.append((tensor, start, stop, width))
     return SoftmaxForm(tuple((t, times) for t, times in sorted(moved.items()) if times), tuple(buffers))

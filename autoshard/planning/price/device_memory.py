@@ -203,12 +203,15 @@ def _gathered(
 
 def _unsummed(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> _Buffered:
     """Return the buffer of a heavy op's partial result before its sum, live at the op alone."""
-    row = int(reshard.rows[int(choices[reshard.source])])
     column = int(reshard.columns[int(choices[reshard.target])])
-    size, result = (
-        _bytes(model, reshard, state) for state in (reshard.path.source[[row]], reshard.path.target[[column]])
-    )
+    size, result = unsummed_bytes(model, reshard, choices), _bytes(model, reshard, reshard.path.target[[column]])
     return _Buffered(reshard.op, reshard.op + 1, size, reshard.tensor, result)
+
+
+def unsummed_bytes(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> int:
+    """Return the bytes of a reshard's tensor on one device before a sum."""
+    row = int(reshard.rows[int(choices[reshard.source])])
+    return _bytes(model, reshard, reshard.path.source[[row]])
 
 
 def _bytes(model: Model, reshard: Reshard, state: NDArray[np.int64]) -> int:

@@ -21,9 +21,14 @@ from autoshard.planning.price.device_memory import (
     gathered_copies,
     reserve,
 )
-from autoshard.planning.price.gathered_buffers import copied_into_place, gathered_results, held_by_collectives
+from autoshard.planning.price.gathered_buffers import (
+    copied_into_place,
+    gathered_results,
+    held_by_collectives,
+    waiting_gradients,
+)
 from autoshard.planning.price.heap_placement import heap_holes, written_by_collectives
-from autoshard.planning.price.on_chip_memory import on_chip_room, without_on_chip
+from autoshard.planning.price.on_chip_memory import kernel_clock, on_chip_room, without_on_chip
 from autoshard.planning.price.reshard_times import (
     ReshardTime,
     cluster_names,
@@ -279,7 +284,7 @@ def live_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
 def _buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
     """Return every buffer in a device's main memory, with results allocated from the start where the backend does so.
 
-    Buffers of collectives are included; on TPUs these are only the tables that gathers read.
+    Buffers of collectives are included; on TPUs these are the tables that gathers read and gradients before their sum.
     """
     local_of = functools.partial(_local_dims, model, choices)
     traits, gathered = model.mesh.topology.traits, dict(gathered_results(model, choices, local_of))
@@ -307,6 +312,8 @@ def _buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
         buffers += sorted_indices(model.graph, local_of)
     if traits.tiled:
         buffers = list(with_gathered_rows(model.graph, buffers, local_of, offloaded))
+        clock_of = functools.partial(kernel_clock, model, choices, tuple(buffers))
+        buffers += waiting_gradients(model, choices, clock_of)
     if traits.tiled and (room := on_chip_room(model.mesh.topology, _memory(model, buffers)[0])):
         copies = [each for each in buffers if each.start in offloaded and offloaded[each.start].reads_copy(each)]
         buffers = [each for each in buffers if each not in copies]

@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.planning.price.device_memory import LiveBuffer, collective_buffers
-from autoshard.planning.price.reshard_times import reshard_time
+from autoshard.planning.price.device_memory import LiveBuffer, collective_buffers, unsummed_bytes
+from autoshard.planning.price.reshard_times import reshard_overlap, reshard_time
 from autoshard.planning.price.sparse_core_rows import OffloadedGather
 from autoshard.planning.space.decision_model import Model, Reshard
+from autoshard.planning.space.overlap import SUMS
 
 
 def gathered_results(
@@ -73,3 +74,28 @@ def held_by_collectives(
         # Sparse cores read a copy with rows in order, once the gathered table is freed.
         if held.size > least if gather is None else not gather.copied:
             yield held
+
+
+def waiting_gradients(
+    model: Model, choices: NDArray[np.int64], clock_of: Callable[[], NDArray[np.float64]]
+) -> Iterator[LiveBuffer]:
+    """Yield the gradients outside of loops that wait whole for a sum that leaves a shard.
+
+    TPU compilers run such sums late: as if links added one gradient after the other, beside later kernels. Evidence:
+    docs/compiler_behaviour.md, "Gradients that wait for their sum".
+
+    - `clock_of`: returns the seconds of a step before each op, [ops + 1].
+    """
+    graph, free, clock = model.graph, 0.0, None
+    for reshard in sorted(model.reshards, key=lambda each: each.op):
+        if reshard.op < 0 or model.nodes[reshard.source].kind != "op" or graph.ops[reshard.op].loop >= 0:
+            continue
+        if reshard_overlap(model, reshard, choices) not in SUMS:
+            continue
+        steps = reshard_time(model, reshard, choices).steps
+        seconds = sum(seconds for kind, _, _, seconds in steps if kind == "reduce-scatter")
+        if seconds > 0.0:
+            clock = clock_of() if clock is None else clock
+            free = max(free, clock[reshard.op + 1]) + seconds
+            stop = min(int(np.searchsorted(clock, free)), len(graph.ops))
+            yield LiveBuffer(reshard.op, stop, unsummed_bytes(model, reshard, choices), "gradients", reshard.tensor)

@@ -84,6 +84,11 @@ def without_on_chip(
     return [each for each in left if each.stop > each.start]
 
 
+def kernel_clock(model: Model, choices: NDArray[np.int64], buffers: Sequence[LiveBuffer]) -> NDArray[np.float64]:
+    """Return the seconds of compute in a step before each op, [ops + 1]; `buffers` are all values of the step."""
+    return _Kernels(model, choices, buffers).clock
+
+
 class _Kernels:
     """Kernels of a step as the compiler's cost model for on-chip memory has them: FLOPs at a share of the peak rate,
     and bytes at the bandwidth of main memory.
@@ -119,9 +124,12 @@ class _Kernels:
         """Seconds of a step before each op, [ops + 1]."""
 
     def uses(self, each: LiveBuffer, end: int) -> list[int]:
-        """Return in order the ops that read a buffer; the last op of its life counts as one."""
+        """Return in order the ops that read a buffer; the last op of its life counts as one.
+
+        An op that writes over a buffer in main memory reads it too. On the chip it writes its result elsewhere.
+        """
         last = min(each.stop, end) - 1
-        reads = {op for op in self.reads.get(each.tensor, ()) if each.start < op <= last}
+        reads = {op for op in self.reads.get(each.tensor, ()) if each.start < op <= min(each.stop, end - 1)}
         if each.kind not in ARGUMENTS:
             reads.add(last)
         return sorted(reads)

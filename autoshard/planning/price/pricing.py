@@ -43,6 +43,14 @@ from autoshard.planning.xla.rewritten_sums import read_by_slices
 from autoshard.program import Program
 
 
+ADDRESSES = 1 << 14
+"""Bytes of a table of addresses for each kernel on TPUs.
+
+Kernels with several results and copies to on-chip memory have such tables, and the compiler places every temporary at a
+multiple of 16 KiB. Compiled programs had 0.5 to 2 tables for each kernel.
+"""
+
+
 def price(
     program: Program,
     graph: OpGraph,
@@ -127,7 +135,7 @@ class _Pricer(NodePricer):
 
     def model(self) -> Model:
         """Build the model: nodes of clusters, then of heavy ops, then of copies, and the reshards. Buffers without a
-        cluster add up to its fixed bytes.
+        cluster, and tables of addresses, add up to its fixed bytes.
         """
         cluster_node = tuple(range(len(self.structure.clusters)))
         self.add_clusters()
@@ -138,6 +146,10 @@ class _Pricer(NodePricer):
         fixed = sum(
             self.graph.tensors[t].bytes for t, _, _ in self.liveness.buffers if self.structure.cluster_of[t] < 0
         )
+        if self.mesh.topology.traits.tiled:
+            wide = (f for f in self.liveness.fusions if any(self.graph.tensors[t].elements > 1 for t in f.writes))
+            kernels = {fusion.kernel for fusion in wide}
+            fixed += ADDRESSES * len(kernels.union(self.structure.heavy))
         return Model(
             self.program, self.graph, self.structure, self.liveness, self.mesh, self.collectives, self.compute,
             self.residency, self.padding, tuple(self.nodes), tuple(self.reshards), cluster_node, self.op_node, copies,

@@ -82,14 +82,15 @@ def with_gathered_rows(
 ) -> Iterator[LiveBuffer]:
     """Yield the buffers of a program whose rows sparse cores gather, and the padding of these rows.
 
-    The rows are those that a scatter adds up, as a gather found them or as one elementwise op made them of it. Rows lie
-    one after the other, each along the lanes. The padding at the scatter itself is that of its copies. Elementwise ops
-    write their results over an operand, but none over the result of a sparse core.
+    The rows are those that a scatter adds up, as a gather found them or as one elementwise op made them of it. Others
+    are those that only matmuls read. Rows lie one after the other, each along the lanes. The padding at the scatter
+    itself is that of its copies. Elementwise ops write their results over an operand, but none over the result of a
+    sparse core.
 
     - `local_of`: dims of a tensor's shard.
     - `offloaded`: gathers that sparse cores execute.
     """
-    rows = _gathered_rows(graph)
+    rows = {**_multiplied_rows(graph), **_gathered_rows(graph)}
     for each in buffers:
         if each.tensor not in rows:
             yield each
@@ -119,6 +120,13 @@ def _gathered_rows(graph: OpGraph) -> Mapping[int, int]:
         if found:
             rows |= dict.fromkeys((*found, updates), op.id)
     return rows
+
+
+def _multiplied_rows(graph: OpGraph) -> dict[int, int]:
+    """Return the gathered rows that only matmuls read, each with the number of ops, as no scatter reads them."""
+    gathered = (op.results[0] for op in graph.ops if op.kind == "gather")
+    rows = (t for t in gathered if graph.users[t] and all(user.kind == "dot_general" for user in graph.users[t]))
+    return dict.fromkeys(rows, len(graph.ops))
 
 
 def sorted_indices(graph: OpGraph, local_of: Callable[[int], Sequence[int]]) -> Iterator[LiveBuffer]:

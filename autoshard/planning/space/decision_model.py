@@ -342,7 +342,7 @@ class Model:
     copy_nodes: dict[tuple[int, int, int], int]
     """Node of each copy of a tensor, by the use that shares it (`Op.use`)."""
     fixed_bytes: int
-    """Bytes that no choice changes (scalars)."""
+    """Bytes that no choice changes (scalars, and tables of addresses on TPUs)."""
     credited_tensors: frozenset[int]
     """Tensors whose bytes softmaxes subtract from adjacent matmuls; cached, since every evaluation needs them."""
 

@@ -56,6 +56,9 @@ ALONE = {
 READING = (Overlap.PARAMETERS, Overlap.PARAMETERS_AT_MATMUL)
 """Overlaps of reshards that wait for parameters only."""
 
+SUMS = (Overlap.GRADIENTS, Overlap.GRADIENTS_AT_MATMUL)
+"""Overlaps of sums that only updates wait for."""
+
 _EARLY = {
     "all-gather": ("gather_overlap",),
     "collective-permute": (WHOLLY,),
