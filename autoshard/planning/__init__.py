@@ -94,7 +94,7 @@ from autoshard.planning.record.spec import axis_words as axis_words
 from autoshard.planning.record.spec import is_stacked as is_stacked
 from autoshard.planning.record.spec import layer_pattern as layer_pattern
 from autoshard.planning.record.spec import mesh_words as mesh_words
-from autoshard.planning.record.spec import pattern as pattern
+from autoshard.planning.record.spec import patterns as patterns
 from autoshard.planning.record.spec import spec_text as spec_text
 from autoshard.planning.record.spec import stack_names as stack_names
 from autoshard.planning.record.state_reshard import StateReshard as StateReshard

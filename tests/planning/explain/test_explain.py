@@ -141,8 +141,15 @@ def test_a_pattern_stands_for_tensors_that_are_alike() -> None:
     assert named(alike, "0.up") == named(alike, "par…0.up") == ["params.0.up"]
     assert explain_plan(alike, "*.up", program).alike == tuple(ups[1:])
     differ = {ups[0]: Spec(((), ("data", "model"))), ups[1]: Spec.replicated(2)}
-    with pytest.raises(UserError, match="has no argument or result up"):
-        named(dataclasses.replace(plan, arguments={**plan.arguments, **differ}), "up")
+    unlike = dataclasses.replace(plan, arguments={**alike.arguments, **differ})
+    assert named(unlike, "up") == [ups[0]], "layers that differ have a name each"
+    stack = "params.[0:2].up"
+    stacked = dataclasses.replace(
+        plan, arguments={**plan.arguments, stack: Spec.replicated(3)}, shapes={**plan.shapes, stack: (2, 256, 512)}
+    )
+    assert named(stacked, "up") == [stack], "the largest of a kind"
+    with pytest.raises(UserError, match=r"params\* names tensors of several kinds: params\.\*\.down, params\.\*\.up"):
+        named(plan, "params*")
 
 
 def test_the_file_alone_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -244,7 +251,10 @@ def test_lines_that_take_most_compute_are_named_with_their_limit() -> None:
         "Compute is 90% of the step. Its costliest lines, as shares of the step: "
         "model.py:3 40% (dot_general, limited by FLOPs), model.py:7 30% (exponential, limited by memory traffic)."
     )
-    assert any("softmax at model.py:7" in line and "(20% of the step)" in line for line in lines)
+    kernel = "(jax.experimental.pallas.ops.tpu.splash_attention)"
+    assert any("softmax at model.py:7" in line and kernel in line and "(20% of the step)" in line for line in lines)
+    here = dataclasses.replace(plan, prediction=prediction, ops=ops, topology="cpu:8")
+    assert not any("softmax" in line for line in step_limits(here))
     fused = [op for op in ops if op.kind != "exponential"]
     assert not any("softmax" in line for line in step_limits(dataclasses.replace(plan, ops=tuple(fused))))
     added = dataclasses.replace(planned_op("add", "", 0.3 * step, "memory"), name="jit(step)/add")
