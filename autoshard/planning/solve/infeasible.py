@@ -107,11 +107,6 @@ def _advice(model: Model, kind: str, memory_limit: int, pinned: bool) -> str:
     return f"{listed} would help"
 
 
-_KERNELS = {
-    "splash": "jax.experimental.pallas.ops.tpu.splash_attention",
-    "cudnn": 'jax.nn.dot_product_attention(..., implementation="cudnn")',
-}
-"""JAX's own kernel for each kind of attention that a topology prefers."""
 SCORES_SHARE = 0.1
 """Share of the memory limit that scores of attention must need before a kernel is proposed."""
 
@@ -122,8 +117,8 @@ def _kernel_remedy(model: Model, memory_limit: int) -> list[str]:
     It names the line with most bytes of scores. They are counted once for each attention, split over all devices. Empty
     for topologies without a kernel.
     """
-    kernel = _KERNELS.get(model.mesh.topology.traits.attention)
-    if kernel is None:
+    kernel = model.mesh.topology.traits.attention_kernel
+    if not kernel:
         return []
     graph, lines = model.graph, defaultdict[str, list[Tensor]](list)
     for op in graph.ops:
