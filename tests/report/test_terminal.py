@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -114,6 +115,16 @@ def test_the_recipe_stands_below_the_step(plan: Plan):
     assert recipe_line(stated).startswith("remat dots, microbatches 4, bfloat16, stored in bfloat16")
     assert recipe_line(stated).endswith("stored in bfloat16, batch 64 (default)")
     assert remat_words("dots:27+none") == "dots in 27 layers, then none" and remat_words("mine") == "mine"
+    options["source"]["options"]["lora"] = "r=16,base=nf4"
+    weights = [name for name, role in plan.roles.items() if role == "parameter"]
+    kept = max(weights, key=lambda name: math.prod(plan.shapes[name]))
+    stored = dataclasses.replace(
+        stated,
+        roles={**plan.roles, **dict.fromkeys(weights, "frozen")},
+        dtypes={**plan.dtypes, **{name: "int8" for name in weights if name != kept}},
+    )
+    assert "LoRA r=16,base=nf4" in recipe_line(stored)
+    assert "frozen parameters int8" in recipe_line(stored), "most bytes count, not the largest tensor"
     options["source"]["options"]["batch"] = 64
     assert "default" not in recipe_line(dataclasses.replace(plan, provenance=plan.provenance | options))
     call = Call(0, "splash_mha_fwd", (), (), ())

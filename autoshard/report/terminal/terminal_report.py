@@ -250,15 +250,17 @@ def _split_table(plan: Plan, title: str, names: Sequence[str], width: int) -> Re
         rows.append((size, shown, members))
     rows.sort(key=lambda row: -row[0])
     table = _table(title, "split shape", "a device holds", left=2)
+    cells = []
     for size, shown, members in rows[:PARAMETERS]:
         spec, shape = plan.arguments[members[0]], plan.shapes[members[0]]
         shards = spec.shards(plan.mesh)
         times = f"{len(members)} of " if len(members) > 1 else ""
-        table.add_row(
-            _name(shown, max(width - 52, 26)),
-            Text(times).append_text(_split_shape(shape, spec)),
-            f"{format_bytes(size / shards)}, {'all' if shards == 1 else f'1/{shards}'}",
-        )
+        held = f"{format_bytes(size / shards)}, {'all' if shards == 1 else f'1/{shards}'}"
+        cells.append((shown, Text(times).append_text(_split_shape(shape, spec)), held))
+    # Names have what the other columns leave: those of large models differ in their middle only.
+    taken = sum(max(len(row[column]) for row in cells) for column in (1, 2))
+    for shown, split, held in cells:
+        table.add_row(_name(shown, max(width - taken - 6, 26)), split, held)
     body: list[RenderableType] = [Padding(table, (0, 0, 0, 2))]
     if len(rows) > PARAMETERS:
         body.append(Text(f"  and {len(rows) - PARAMETERS} more", style="dim"))
