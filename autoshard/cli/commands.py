@@ -195,15 +195,16 @@ def run_explain(arguments: argparse.Namespace, answer: TextIO) -> int:
     Return 0. Raises `UserError` as `reopen` and `explain_plan` do.
     """
     need_no_accelerator()
-    from autoshard.planning import explain_plan, explanation_figures, load_plan, named, reopen
+    from autoshard.planning import explain_plan, explanation_figures, kept_program, load_plan, named, reopen
     from autoshard.report import explanation_report
 
     plan = load_plan(arguments.plan)
     named(plan, arguments.name)  # a wrong name is refused before the program is traced
     with show_progress(arguments) as progress:
-        source = program_source(arguments, plan, progress)
-        stand_in_devices(source, plan.topology)
-        program = reopen(plan, arguments.program, arguments.entry, kept=True)
+        program = kept_program(plan) if arguments.program is None and arguments.entry is None else None
+        if program is None:
+            stand_in_devices(program_source(arguments, plan, progress), plan.topology)
+            program = reopen(plan, arguments.program, arguments.entry, kept=True)
         progress(f"Pricing what else {arguments.name} could be")
         explanation = explain_plan(
             plan,

@@ -38,12 +38,14 @@ def run_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
         began = time.perf_counter()
         planned = plan_source(arguments, progress, crew)
         result = planned.result
-        from autoshard.planning import save_plan
+        from autoshard.planning import keep_program, save_plan
 
         offered = result.candidates if arguments.candidates > 1 else ()
         written = out_files(arguments.out, len(result.candidates))
         for each, path in zip(result.candidates, written, strict=False):
             save_plan(each.plan, path)
+            if arguments.cached and planned.last.fingerprint == each.plan.program_fingerprint:
+                keep_program(each.plan, planned.last)
         plan, wall_s = result.plan, {"trace": planned.traced_s, **result.wall_s}
         if arguments.compile:
             # The plan's own source has the options that the planner chose.

@@ -24,7 +24,7 @@ from autoshard.planning.solve.weight_search import make_candidate
 from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.derived_axes import axis_parts_of
 from autoshard.planning.space.user_constraints import Required, near_names, require_lines
-from autoshard.program import Program, open_source
+from autoshard.program import Program, open_source, store_program, stored_program
 from autoshard.solver import processor_seconds
 
 
@@ -193,6 +193,32 @@ def reopen(
         recipe=recipe,
         **options,
     )
+
+
+def keep_program(plan: Plan, program: Program) -> None:
+    """Store the program of a plan of a Python file in the disk cache, where `kept_program` finds it."""
+    if plan.source is not None and plan.source.program.endswith(".py"):
+        store_program(_identity(plan), as_planned(program, plan))
+
+
+def kept_program(plan: Plan) -> Program | None:
+    """Return the program of a plan of a Python file as it was planned, without running the file; None if the disk cache
+    lacks it.
+    """
+    return stored_program(_identity(plan))
+
+
+def _identity(plan: Plan) -> list[Any]:
+    """Return the JSON value under which the program of a plan is stored: it tells plans of different programs apart."""
+    figures = plan.prediction.step_time_s, plan.prediction.peak_bytes
+    return [
+        plan.program_fingerprint,
+        plan.topology,
+        list(plan.roles.items()),
+        list(plan.results),
+        plan.choices,
+        figures,
+    ]
 
 
 def _rebuild(plan: Plan, program: Program, kept: bool) -> tuple[Model, NDArray[np.int64], Required]:

@@ -152,6 +152,23 @@ def test_a_pattern_stands_for_tensors_that_are_alike() -> None:
         named(plan, "params*")
 
 
+def test_a_file_is_not_run_again_to_explain_its_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTOSHARD_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "model.py").write_text(SOURCE)
+    asked, file = ["--topology", "cpu:8", "--mesh", "data=4,model=2", "--quiet"], str(tmp_path / "plan.json")
+    assert main(["plan", str(tmp_path / "model.py"), *asked, "-o", file]) == 0
+    (tmp_path / "model.py").write_text("raise SystemExit('run again')")
+    capsys.readouterr()
+    assert main(["explain", file, "w.up", "--quiet"]) == 0
+    kept = capsys.readouterr().out
+    (tmp_path / "model.py").write_text(SOURCE)
+    monkeypatch.setenv("AUTOSHARD_CACHE_DIR", "")
+    assert main(["explain", file, "w.up", "--quiet"]) == 0
+    assert capsys.readouterr().out == kept and "w.up (parameter) is split" in kept
+
+
 def test_the_file_alone_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model.py").write_text(SOURCE)
     made = make_plan(open_source(str(tmp_path / "model.py")), Options(topology="cpu:8", mesh="data=4,model=2")).plan
