@@ -137,7 +137,7 @@ def plan_recipes(
                 and state_bytes(search.make(**recipe.arguments)) > devices * search.limit
             ):
                 # No recipe holds less state, so the one of least activations says what would help.
-                search.plan(recipe.but(remat=choices["remat"][-1]), force=True)
+                search.plan(Recipe(tuple((name, values[-1]) for name, values in choices.items())), force=True)
                 break
             search.say(f"The plain step does not fit; trying {', '.join(choices)}")
     if search.best is None:

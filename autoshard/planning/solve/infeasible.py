@@ -150,15 +150,15 @@ def _kernel_remedy(model: Model, memory_limit: int) -> list[str]:
 
 
 def _scores_of(graph: OpGraph, exponential: Op) -> Tensor | None:
-    """Return the result of a matmul with batch dims from which elementwise ops compute the operand of an exponential;
-    None if there is none.
+    """Return the result of a matmul with batch dims from which ops of one element each compute the operand of an
+    exponential; None if there is none. The ops may order elements anew, as those of `jax.nn.dot_product_attention` do.
     """
     waiting, seen = list(exponential.operands), set[int]()
-    shape = graph.tensors[exponential.results[0]].shape
+    elements = graph.tensors[exponential.results[0]].elements
     while waiting:
         tensor = graph.tensors[waiting.pop()]
         op = graph.maker(tensor.id)
-        if op is None or tensor.id in seen or tensor.shape != shape:
+        if op is None or tensor.id in seen or tensor.elements != elements:
             continue
         seen.add(tensor.id)
         if is_batched(op):
