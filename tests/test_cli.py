@@ -35,7 +35,17 @@ LIMITS = {"--memory-limit", "--mesh", "--no-calibration", "--no-refine-axes", "-
 PLANNING = LIMITS | {"--axis-only", "--forbid", "--ignore-constraints", "--pin", "--pin-from", "--replicate"}
 PLANNING |= {"--force", "--save-problem", "--xla-flags"}
 FLAGS = {
-    "compare": {"--candidates", "--compile", "--debug", "--json", "--measure", "--on", "--quiet", "--steps"}
+    "compare": {
+        "--candidates",
+        "--compile",
+        "--debug",
+        "--json",
+        "--measure",
+        "--no-cache",
+        "--on",
+        "--quiet",
+        "--steps",
+    }
     | PROGRAM
     | PLANNING,
     "compile": {"--debug", "--force", "--hlo", "--json", "--plan", "--quick", "--quiet", "--time-limit"} | PROGRAM,

@@ -438,7 +438,7 @@ def test_a_profile_stands_with_the_prediction(folder: Path, here: Here):
         ("report none.json", "cannot read the plan file none.json"),
         ("report plan.json --compare plan.json", "--compare is for the page; name it with --out report.html."),
         ("report plan.json -o r.html --measured plan.json", "plan.json has no `step_time_s`; give what"),
-        ("compile step.py --plan plan.json", "cpu:8"),
+        ("compile step.py --entry fails --plan plan.json", "only TPU and GPU topologies can be compiled for"),
         ("plan step.py --entry fails --topology cpu:8 --compile", "only TPU and GPU topologies can be compiled for"),
         (
             "plan step.py --entry fails --topology v5e:2x4 --compile --for torch-pipelining",

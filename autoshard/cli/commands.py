@@ -11,7 +11,7 @@ from autoshard.cli.inputs import (
     check_unread,
     need_no_accelerator,
     open_program,
-    plan_options,
+    plan_source,
     read_compiled,
     read_json,
     stand_in_devices,
@@ -41,7 +41,7 @@ def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:
     """
     from autoshard.cost import Topology
     from autoshard.exec import measure, measurement_figures
-    from autoshard.planning import Running, load_plan, make_plan
+    from autoshard.planning import load_plan
 
     if (arguments.plan is None) == (arguments.topology is None):
         raise UserError("`autoshard measure` takes either --plan PLAN.json, or --topology to plan first.")
@@ -55,13 +55,12 @@ def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:
     plan = load_plan(arguments.plan) if arguments.plan else None
     topology = Topology.parse(plan.topology if plan else arguments.topology)
     start_devices(topology)
-    options = plan_options(arguments) if plan is None else None
     with show_progress(arguments) as progress:
-        program = open_program(arguments, progress, topology.name, plan=plan)
         if plan is None:
-            assert options is not None
-            running = Running(progress=progress, save_problem=arguments.save_problem)
-            plan = make_plan(program, options, running).plan
+            planned = plan_source(arguments, progress)
+            plan, program = planned.result.plan, planned.program(arguments, progress)
+        else:
+            program = open_program(arguments, progress, topology.name, plan=plan)
         progress("Running the planned step" + (" and the unplanned one" if arguments.check else ""))
         measuring = {name: getattr(arguments, name) for name in ("steps", "check", "tolerance", "profile")}
         result = measure(program, plan, **measuring, timed_collectives=PROFILED_STEPS)
@@ -82,11 +81,13 @@ def run_compile(arguments: argparse.Namespace, answer: TextIO) -> int:
     Return 1 if the program does not fit, else 0. Raises `UserError` as `compile_plan` does.
     """
     need_no_accelerator()
-    from autoshard.exec import Verdict, compile_figures, compile_lines
+    from autoshard.cost import Topology
+    from autoshard.exec import Verdict, compile_figures, compile_lines, compiler_target
     from autoshard.planning import load_plan
     from autoshard.report import write_text
 
     plan = load_plan(arguments.plan)
+    compiler_target(Topology.parse(plan.topology))  # a plan for other devices is refused before the program is traced
     with show_progress(arguments) as progress:
         result = compile_here(arguments, progress, plan, quick=arguments.quick, time_limit=arguments.time_limit)
     if arguments.hlo is not None:
@@ -141,17 +142,14 @@ def _compare(arguments: argparse.Namespace, answer: TextIO, pool: "RayPool | Non
     A plan that cannot be compiled or measured gets a row with its error. Raises `UserError` if that is every row.
     """
     from autoshard.exec import compile_figures, compile_plans, measure, measurement_figures
-    from autoshard.planning import Running, make_plan
     from autoshard.report import ComparisonRow, candidates, comparison_figures, comparison_report
 
     rows = []
-    options = plan_options(arguments)
+    run = arguments.compile or arguments.measure
     with show_progress(arguments) as progress:
         connect(pool, progress)
-        program = open_program(arguments, progress, arguments.topology)
-        running = Running(progress=progress, save_problem=arguments.save_problem)
-        planned = make_plan(program, options, running)
-        run = arguments.compile or arguments.measure
+        source = plan_source(arguments, progress)
+        planned, program = source.result, source.program(arguments, progress) if run else source.last
         offered = list(candidates(planned.plan, planned.baseline_plans, run, planned.candidates))
         plans = {name: plan for name, plan, _ in offered} if arguments.compile else {}
         reports = dict(compile_plans(program, plans, quick=True, executor=pool, progress=progress))
@@ -197,15 +195,16 @@ def run_explain(arguments: argparse.Namespace, answer: TextIO) -> int:
     Return 0. Raises `UserError` as `reopen` and `explain_plan` do.
     """
     need_no_accelerator()
-    from autoshard.planning import explain_plan, explanation_figures, load_plan, named, reopen
+    from autoshard.planning import explain_plan, explanation_figures, kept_program, load_plan, named, reopen
     from autoshard.report import explanation_report
 
     plan = load_plan(arguments.plan)
     named(plan, arguments.name)  # a wrong name is refused before the program is traced
     with show_progress(arguments) as progress:
-        source = program_source(arguments, plan, progress)
-        stand_in_devices(source, plan.topology)
-        program = reopen(plan, arguments.program, arguments.entry, kept=True)
+        program = kept_program(plan) if arguments.program is None and arguments.entry is None else None
+        if program is None:
+            stand_in_devices(program_source(arguments, plan, progress), plan.topology)
+            program = reopen(plan, arguments.program, arguments.entry, kept=True)
         progress(f"Pricing what else {arguments.name} could be")
         explanation = explain_plan(
             plan,

@@ -2,9 +2,11 @@
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import stat
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +18,9 @@ from autoshard.errors import UserError
 
 
 if TYPE_CHECKING:
+    from autoshard.base.workers import WorkerCrew
     from autoshard.cost import Topology
-    from autoshard.planning import Options, Plan, PlanOptions
+    from autoshard.planning import Options, Plan, PlanOptions, PlanResult
     from autoshard.program import Program
     from autoshard.report import ProgressLine
 
@@ -44,10 +47,12 @@ def open_program(
     kept: bool = False,
     recipe: Mapping[str, Any] | None = None,
     plan: "Plan | None" = None,
+    chosen: str = "",
 ) -> "Program":
     """Trace the program that the arguments name, and return it; `--rules` are loaded before, for custom calls.
 
     - `progress`: printer of progress lines.
+    - `chosen`: words for the progress line on choices that the arguments leave open.
     - `topology`: if given, a Python file that makes a mesh gets as many CPU devices as the topology has. Options that
       depend on the topology are settled for it.
     - `kept`: use the disk cache of traced programs.
@@ -64,7 +69,7 @@ def open_program(
 
     if arguments.program.startswith("hf:"):
         read_config(arguments.program.removeprefix("hf:"))  # a name that is none is refused first
-    progress(f"Tracing {arguments.program}")
+    progress(f"Tracing {arguments.program}{f' with {chosen}' if chosen else ''}")
 
     configure_imports()
     if topology is not None:
@@ -132,6 +137,68 @@ def start_devices(topology: "Topology") -> None:
     chip = chip_of_kind(kind)
     if chip is not None and chip.name != topology.chip.name:
         raise UserError(f"the plan is for {topology.name}, but the devices here are {kind}; plan for {chip.name}.")
+
+
+@dataclasses.dataclass(slots=True)
+class PlannedSource:
+    """The result of planning what the arguments name, of the best recipe where they leave it open."""
+
+    result: "PlanResult"
+    traced_s: float
+    """Seconds of all tracing."""
+    last: "Program"
+    """The program that was opened last; it may be from the disk cache."""
+
+    def program(self, arguments: argparse.Namespace, progress: "ProgressLine") -> "Program":
+        """Return the plan's program, to be run or compiled: the last one, or else trace it with the plan's options."""
+        plan = self.result.plan
+        if self.last.fingerprint == plan.program_fingerprint and not getattr(arguments, "cached", False):
+            return self.last
+        open_options = argparse.Namespace(**{**vars(arguments), **dict.fromkeys(PROGRAM_OPTIONS)})
+        return open_program(open_options, progress, arguments.topology, plan=plan)
+
+
+def plan_source(
+    arguments: argparse.Namespace, progress: "ProgressLine", crew: "WorkerCrew | None" = None
+) -> PlannedSource:
+    """Plan the program that the arguments name. The options that are open are chosen, as `plan_any` does.
+
+    The disk cache is used unless `--no-cache` or `--rules` forbids it. Raises `UserError` for options that no program
+    satisfies, and if no plan fits.
+
+    - `progress`: printer of progress lines.
+    - `crew`: processes that help; None starts none.
+    """
+    from autoshard.planning import NamedSource, Running, plan_any
+
+    traced_s, last = 0.0, []
+    cached = getattr(arguments, "cached", False)
+
+    def opened(options: Mapping[str, Any], recipe: Mapping[str, Any], *, anew: bool) -> "Program":
+        """Trace the program with the options in place of the flags, and with the recipe; add the seconds."""
+        nonlocal traced_s
+        began = time.perf_counter()
+        choices = {name: value for name, value in options.items() if value not in (None, getattr(arguments, name))}
+        program = open_program(
+            argparse.Namespace(**{**vars(arguments), **options}),
+            progress,
+            arguments.topology,
+            kept=cached and arguments.rules is None and not anew,
+            recipe=recipe,
+            chosen=", ".join(f"{name.replace('_', ' ')} {value}" for name, value in {**choices, **recipe}.items()),
+        )
+        traced_s += time.perf_counter() - began
+        last[:] = [program]
+        return program
+
+    options = plan_options(arguments)
+    source_options = {name: getattr(arguments, name) for name in PROGRAM_OPTIONS}
+    source = NamedSource(arguments.program, source_options, opened, arguments.entry)
+    running = Running(progress=progress, kept=cached, save_problem=arguments.save_problem)
+    if crew is not None:
+        running = dataclasses.replace(running, crew=crew)
+    result = plan_any(source, options, running)
+    return PlannedSource(result, traced_s, last[0])
 
 
 PLANNING = (

@@ -195,6 +195,7 @@ def build_parser() -> argparse.ArgumentParser:
     compare.add_argument("--measure", action="store_true", help="run each on the devices that are here")
     compare.add_argument("--steps", type=positive, default=10, metavar="N", help="steps to time (default: 10)")
     add_planning(compare, required=True)
+    add_cache(compare)
 
     sweep = _command(
         commands,

@@ -2,23 +2,20 @@
 
 import argparse
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from autoshard.cli.commands import compile_here
-from autoshard.cli.inputs import PROGRAM_OPTIONS, need_no_accelerator, open_program, out_files, plan_options
+from autoshard.cli.inputs import PROGRAM_OPTIONS, need_no_accelerator, out_files, plan_source
 from autoshard.cli.outputs import print_json, print_rich, show_progress
 from autoshard.cli.session import start_helpers
 from autoshard.errors import UserError
 
 
 if TYPE_CHECKING:
-    from autoshard.base.workers import WorkerCrew
     from autoshard.exec import CompileReport
-    from autoshard.planning import Plan, PlanResult
-    from autoshard.program import Program
-    from autoshard.report import ProgressLine
+    from autoshard.planning import Plan
 
 
 def run_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
@@ -39,14 +36,17 @@ def run_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
     failed: UserError | None = None
     with start_helpers() as crew, show_progress(arguments) as progress:
         began = time.perf_counter()
-        result, traced = _planned(arguments, progress, crew)
-        from autoshard.planning import save_plan
+        planned = plan_source(arguments, progress, crew)
+        result = planned.result
+        from autoshard.planning import keep_program, save_plan
 
         offered = result.candidates if arguments.candidates > 1 else ()
         written = out_files(arguments.out, len(result.candidates))
         for each, path in zip(result.candidates, written, strict=False):
             save_plan(each.plan, path)
-        plan, wall_s = result.plan, {"trace": traced, **result.wall_s}
+            if arguments.cached and planned.last.fingerprint == each.plan.program_fingerprint:
+                keep_program(each.plan, planned.last)
+        plan, wall_s = result.plan, {"trace": planned.traced_s, **result.wall_s}
         if arguments.compile:
             # The plan's own source has the options that the planner chose.
             as_planned = argparse.Namespace(**{**vars(arguments), **dict.fromkeys(PROGRAM_OPTIONS)})
@@ -123,33 +123,3 @@ def _next_command(arguments: argparse.Namespace, plan: "Plan", written: Sequence
         return f"autoshard report {written[0]} -o report.html"
     quick = " --quick" if Topology.parse(plan.topology).traits.compiles_ahead else ""
     return f"autoshard compile {arguments.program} --plan {written[0]}{quick}"
-
-
-def _planned(arguments: argparse.Namespace, progress: "ProgressLine", crew: "WorkerCrew") -> tuple["PlanResult", float]:
-    """Return the plan with its candidates, and the seconds of all tracing."""
-    from autoshard.planning import NamedSource, Running, plan_any
-
-    traced = 0.0
-
-    def opened(options: Mapping[str, Any], recipe: Mapping[str, Any], *, anew: bool) -> "Program":
-        """Trace the program with the options in place of the flags, and with the recipe; add the seconds to `traced`.
-
-        The disk cache is used unless `anew`, `--no-cache` or `--rules` forbids it.
-        """
-        nonlocal traced
-        began = time.perf_counter()
-        program = open_program(
-            argparse.Namespace(**{**vars(arguments), **options}),
-            progress,
-            arguments.topology,
-            kept=arguments.cached and arguments.rules is None and not anew,
-            recipe=recipe,
-        )
-        traced += time.perf_counter() - began
-        return program
-
-    options = plan_options(arguments)
-    source_options = {name: getattr(arguments, name) for name in PROGRAM_OPTIONS}
-    source = NamedSource(arguments.program, source_options, opened, arguments.entry)
-    running = Running(progress=progress, crew=crew, kept=arguments.cached, save_problem=arguments.save_problem)
-    return plan_any(source, options, running), traced

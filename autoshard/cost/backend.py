@@ -113,10 +113,21 @@ class Backend:
     """The kernel that computes attention where it may be chosen: `splash`, `cudnn`, or `plain` (scores in memory)."""
 
     @property
+    def attention_kernel(self) -> str:
+        """JAX's own function for the kernel `attention`, as users write it; empty if scores are in memory."""
+        return _ATTENTION_KERNELS.get(self.attention, "")
+
+    @property
     def compiles_without_devices(self) -> bool:
         """True if a compiler works with no device present, with or without a description of the chip."""
         return self.compiles_ahead or self.described
 
+
+_ATTENTION_KERNELS = {
+    "splash": "jax.experimental.pallas.ops.tpu.splash_attention",
+    "cudnn": 'jax.nn.dot_product_attention(..., implementation="cudnn")',
+}
+"""JAX's own function for each kernel of attention."""
 
 BACKENDS = {
     each.name: each

@@ -220,7 +220,7 @@ def _whole(form: Form) -> str:
     if form.rest is Rest.XLA and form.layers:
         return "`plan.jit(step)` and --to jax-export hold it whole. "
     if form.rest is Rest.DTENSOR:
-        return "`plan.distribute(module)` and --to dtensor hold more of it. " if form.name != "dtensor" else ""
+        return "`plan.distribute(module)` holds more of it. " if form.name != "dtensor" else ""
     return ""
 
 

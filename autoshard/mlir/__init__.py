@@ -44,7 +44,7 @@ from autoshard.mlir.module import new_context as new_context
 from autoshard.mlir.module import numbers_of as numbers_of
 from autoshard.mlir.module import parse_module as parse_module
 from autoshard.mlir.module import scalar_of as scalar_of
-from autoshard.mlir.module import source_line as source_line
+from autoshard.mlir.module import shown_line as shown_line
 from autoshard.mlir.module import target_name as target_name
 from autoshard.mlir.module import tensor_type as tensor_type
 from autoshard.mlir.module import text_of as text_of

@@ -258,19 +258,21 @@ def is_combined_by_collectives(op: Any) -> bool:
     return simple and first.name in (_COMBINED | _COMBINED_FLAGS if flags else _COMBINED)
 
 
-def source_line(op: Any) -> str:
-    """Return `file:line` of the innermost frame of an op's location, path included, or an empty string."""
-    return next((f"{file}:{line}" for file, line in _frames(op.location)), "")
-
-
 def code_line(op: Any) -> str:
+    """Return the innermost line of the user's code in an op's location, as `shown_line` does."""
+    return shown_line(_frames(op.location))
+
+
+def shown_line(frames: Iterable[tuple[str, int]]) -> str:
     """Return the innermost line of the user's code, or of a known model, such as `model.py:12`; or an empty string.
 
     Frames of frameworks and of this package are skipped. A file of an installed package is shown with its path in the
     package. The lowering, which calls the program's functions, ends the search: the frames outside of it only asked for
     the program.
+
+    - `frames`: (file with its path, line) of each frame, innermost first.
     """
-    for file, line in _frames(op.location):
+    for file, line in frames:
         if file == _LOWERING:
             return ""
         if shown := _shown(file):

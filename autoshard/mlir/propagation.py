@@ -6,7 +6,7 @@ from typing import Any
 
 from autoshard.mlir.annotations import CONSTRAINT, SpecLike, axes_of, read_shardings, set_shardings
 from autoshard.mlir.inline import inline_calls
-from autoshard.mlir.module import argument_entries, collect, location_name, main_function, parse_module, source_line
+from autoshard.mlir.module import argument_entries, code_line, collect, location_name, main_function, parse_module
 from autoshard.mlir.numbering import number_ops
 from autoshard.mlir.stated_shardings import manual_axes
 
@@ -119,7 +119,7 @@ def explicit_reshards(module: Any) -> list[dict[str, Any]]:
         users = [use.owner for use in op.results[0].uses]
         named = [op, *users, *([value.owner] if isinstance(value.owner, ir.Operation) else [])]
         names = [location_name(each.location) for each in named]
-        lines = [source_line(each) for each in named]
+        lines = [code_line(each) for each in named]
         reshards.append(
             {
                 "names": sorted({name for name in names if name}),
@@ -153,7 +153,7 @@ def explicit_sums(module: Any) -> list[dict[str, Any]]:
         sums.append(
             {
                 "names": sorted({name for name in names if name}),
-                "line": next((line for line in map(source_line, named) if line), ""),
+                "line": next((line for line in map(code_line, named) if line), ""),
                 "shape": tuple(ir.RankedTensorType(value.type).shape),
                 "before": spec,
                 "after": spec,

@@ -14,6 +14,8 @@ from autoshard.planning.explain.explanation import Alternative as Alternative
 from autoshard.planning.explain.explanation import Explanation as Explanation
 from autoshard.planning.explain.explanation import explain_plan as explain_plan
 from autoshard.planning.explain.explanation import explanation_figures as explanation_figures
+from autoshard.planning.explain.explanation import keep_program as keep_program
+from autoshard.planning.explain.explanation import kept_program as kept_program
 from autoshard.planning.explain.explanation import named as named
 from autoshard.planning.explain.explanation import reopen as reopen
 from autoshard.planning.explain.prediction_errors import USUAL as USUAL
@@ -94,7 +96,7 @@ from autoshard.planning.record.spec import axis_words as axis_words
 from autoshard.planning.record.spec import is_stacked as is_stacked
 from autoshard.planning.record.spec import layer_pattern as layer_pattern
 from autoshard.planning.record.spec import mesh_words as mesh_words
-from autoshard.planning.record.spec import pattern as pattern
+from autoshard.planning.record.spec import patterns as patterns
 from autoshard.planning.record.spec import spec_text as spec_text
 from autoshard.planning.record.spec import stack_names as stack_names
 from autoshard.planning.record.state_reshard import StateReshard as StateReshard

@@ -90,3 +90,5 @@ from autoshard.program.torch_ops.module_segments import Segments as Segments
 from autoshard.program.torch_ops.module_segments import in_segments as in_segments
 from autoshard.program.torch_ops.module_segments import segment_of as segment_of
 from autoshard.program.torch_ops.torch_imports import import_lean as import_lean
+from autoshard.program.trace_cache import store_program as store_program
+from autoshard.program.trace_cache import stored_program as stored_program

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -357,7 +358,9 @@ def _module_and_inputs(offered: Any, module: ModuleType, file: Path) -> tuple[An
 def _from_torch(pair: tuple[Any, Any, Any], module: ModuleType, file: Path, options: dict[str, Any]) -> Program:
     """Return the program of a torch module, with the file's `loss` and `targets` if it is trained.
 
-    Raises `UserError` for options of training without `train`, and for training without a `loss`.
+    Without a `loss` in the file, the module must return its loss: one number, or an output whose `loss` is one.
+
+    Raises `UserError` for options of training without `train`, and for training without a loss.
     """
     from autoshard.program.torch.torch_module import from_torch
 
@@ -377,12 +380,19 @@ def _from_torch(pair: tuple[Any, Any, Any], module: ModuleType, file: Path, opti
                 f"{_flags(training)} only {_apply(training)} to training; add `--train`, or leave {them} out."
             )
         return from_torch(*pair, name=file.stem, **options)
-    if not callable(loss):
+
+    def own(output: Any) -> Any:
+        """Return the loss that a module computes itself."""
+        number = getattr(output, "loss", output)
+        if getattr(number, "shape", None) is not None and math.prod(number.shape) == 1:
+            return number.reshape(())
         raise UserError(
             f"`--train` needs a loss, and `{file}` has none: define `loss(output)` in it, or `targets` and "
-            "`loss(output, targets)`; or let `program` be autoshard.program.from_torch(module, inputs, train=True, "
-            "loss=...)."
+            "`loss(output, targets)`; or let the module return one number."
         )
+
+    if not callable(loss):
+        loss, targets = own, None
     return from_torch(*pair, name=file.stem, loss=loss, targets=targets, **options)
 
 

@@ -1,8 +1,8 @@
 """Traced programs cached on disk by content, so that a second plan of a model skips the tracing.
 
 An entry has a line of JSON with the arguments and results, then the module's bytecode, and the modules of other
-platforms that differ. Only `hf:` programs and modules in files are cached. A Python file may depend on anything, so it
-is traced every time.
+platforms that differ. Only `hf:` programs and modules in files are found by their source. A Python file may depend on
+anything, so it is traced for every plan. Its program is found by the plan that was made of it.
 """
 
 import dataclasses
@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.base.disk_cache import key_of, read_entry, write_entry
+from autoshard.errors import UserError
 from autoshard.program.config_files import read_config
 from autoshard.program.platforms import PLATFORMS, Lowerings, lowered_for
 from autoshard.program.program_record import Argument, Lifted, Program, Result, Role
 
 
 _KIND = "program"
+_PLANNED = "planned"
 _PACKAGES = ("jax", "jaxlib", "torch", "torchax", "transformers", "optax")
 """Packages whose versions are part of an entry's key."""
 _SOURCES = ("program/**/*.py", "mlir/*.py", "base/call_rules.py", "base/disk_cache.py")
@@ -50,6 +52,28 @@ def open_file(path: Path, roles: Mapping[str, Any] | None, trace: Callable[[], P
     except OSError:
         return trace()  # `trace` reports the error
     return _open([path.name, content, sorted((name, str(role)) for name, role in (roles or {}).items())], trace)
+
+
+def store_program(said: Any, program: Program) -> None:
+    """Store a program, as it is lowered, under the key `said`, a JSON value that identifies it."""
+    key = key_of(said, _PACKAGES, _SOURCES)
+    write_entry(_PLANNED, key, _encode(dataclasses.replace(program, lowerings=None)))
+
+
+def stored_program(said: Any) -> Program | None:
+    """Return the program that `store_program` stored under `said`; None without one. It can be planned, but not run."""
+    body = read_entry(_PLANNED, key_of(said, _PACKAGES, _SOURCES))
+    if body is None:
+        return None
+
+    def untraced() -> Program:
+        """Raise `UserError`: the entry has no function."""
+        raise UserError("a stored program cannot be run; open its source again.")
+
+    try:
+        return _decode(body, untraced)
+    except (ValueError, TypeError, KeyError):
+        return None  # an entry of another format despite its hash
 
 
 def _open(said: Any, trace: Callable[[], Program]) -> Program:

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -12,7 +13,7 @@ from typing import Any, TextIO
 
 from autoshard.base.files import write_whole
 from autoshard.errors import UserError
-from autoshard.planning import pattern
+from autoshard.planning import patterns
 
 
 def clean(name: str, width: int | None = None) -> str:
@@ -121,14 +122,19 @@ def op_words(name: str) -> str:
     return f"{' '.join(parts) or path}{bracket}{facts}"
 
 
-def fold(names: Iterable[str], key: Callable[[str], Any]) -> list[tuple[str, list[str]]]:
-    """Group names with equal patterns and equal `key`, in order of first appearance: (displayed name, members).
+def fold(names: Iterable[str], key: Callable[[str], Any] = lambda name: None) -> list[tuple[str, list[str]]]:
+    """Group names with equal `patterns` and equal `key`, in order of first appearance: (displayed name, members).
 
     The displayed name is the pattern, with numbers replaced, or the name itself for a single member.
     """
+    keys = {name: key(name) for name in names}
+    alike = defaultdict[Any, list[str]](list)
+    for name, own in keys.items():
+        alike[own].append(name)
+    shared = {name: shown for members in alike.values() for name, shown in patterns(members).items()}
     groups: dict[tuple[str, Any], list[str]] = {}
-    for name in names:
-        groups.setdefault((pattern(name), key(name)), []).append(name)
+    for name, own in keys.items():
+        groups.setdefault((shared[name], own), []).append(name)
     return [(shown if len(members) > 1 else members[0], members) for (shown, _), members in groups.items()]
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -103,6 +104,7 @@ def recipe_line(plan: Plan) -> str:
     words = [*attention]
     words += [f"remat {remat_words(str(options['remat']))}"] if options.get("remat") else []
     words += [f"{name} {value}" for name in ("microbatches", "host") if (value := options.get(name))]
+    words += [f"LoRA {options['lora']}"] if options.get("lora") else []
     words += [f"padded, {options['pad']}"] if options.get("pad") not in (None, "none") else []
     words += [f"loss in chunks, {options['loss_chunks']}"] if options.get("loss_chunks") else []
     words += [f"matmuls in {options['quantize']}"] if options.get("quantize") not in (None, "none") else []
@@ -167,12 +169,12 @@ def default_sizes(plan: Plan) -> list[str]:
 
 
 def largest_dtype(plan: Plan, role: str) -> str:
-    """Return the dtype of the largest argument of a role; empty if there is none."""
-    sizes = {
-        name: tensor_bytes(plan.shapes[name], plan.dtypes[name]) for name, own in plan.roles.items() if own == role
-    }
-    sizes = {name: size for name, size in sizes.items() if name in plan.arguments}
-    return plan.dtypes[max(sizes, key=lambda name: sizes[name])] if sizes else ""
+    """Return the dtype of most bytes of the arguments of a role; empty if there are none."""
+    sizes = defaultdict[str, int](int)
+    for name in plan.arguments:
+        if plan.roles.get(name) == role:
+            sizes[plan.dtypes[name]] += tensor_bytes(plan.shapes[name], plan.dtypes[name])
+    return max(sizes, key=lambda dtype: sizes[dtype], default="")
 
 
 def pipeline_figures(plan: Plan) -> dict[str, Any] | None:

@@ -108,6 +108,20 @@ def test_when_none_fits_the_last_says_what_would_help() -> None:
         plan_recipes(lambda remat: made.program("two matmuls"), {"remat": ("none",)}, Options(**ON, memory_limit=200))
 
 
+def test_state_that_no_device_can_hold_ends_the_search() -> None:
+    """Trace two recipes, not all of them, where parameters alone exceed the memory of all devices."""
+    traced: list[str] = []
+
+    def make(remat: str) -> Program:
+        traced.append(remat)
+        return made.program("two matmuls")
+
+    kinds = {"of_source": True, "first_if_fits": True}
+    with pytest.raises(InfeasibleError, match="the least found is"):
+        plan_recipes(make, {"remat": ("none", "dots", "full")}, Options(**ON, memory_limit=200), **kinds)
+    assert traced == ["none", "full"]
+
+
 def test_no_plan_is_priced_below_the_bound_of_its_arithmetic() -> None:
     for kind in ("mlp", "two matmuls", "wide mlp"):
         program = made.program(kind)

@@ -49,6 +49,12 @@ class Twice(Chain):
         return super().forward(super().forward(x, shift), shift)
 
 
+class Apart(Chain):
+    def forward(self, x, shift):
+        outputs = [layer(x, shift) for layer in self.layers]
+        return sum(outputs)
+
+
 @pytest.mark.parametrize(
     ("kind", "scanned", "note"),
     [
@@ -56,6 +62,7 @@ class Twice(Chain):
         (Twice, True, None),
         (Doubling, False, "something happens to the hidden state between two layers"),
         (Collecting, False, "the hidden state between two layers is used elsewhere"),
+        (Apart, False, "the layers are not called one after the other"),
         (Reversed, False, "the layers are not called in order"),
         (Shifting, False, "the layers are called with different arguments"),
     ],

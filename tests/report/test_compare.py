@@ -2,10 +2,14 @@
 
 import dataclasses
 import io
+import json
+from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
+from autoshard.cli import main
 from autoshard.cli.outputs import print_rich
 from autoshard.exec.hlo.schedule_estimate import estimator_error
 from autoshard.planning import Plan
@@ -78,3 +82,28 @@ def test_a_table_in_a_file_or_pipe_is_whole(plan: Plan) -> None:
     assert "\N{HORIZONTAL ELLIPSIS}" not in out.getvalue()
     for word in ("tensor_parallel_sp*", "predicted", "reserved", "1.50 GiB"):
         assert word in out.getvalue()
+
+
+OPEN = """
+import jax, jax.numpy as jnp
+
+choices = {"parts": (1, 4)}
+
+
+def program(parts):
+    def step(w, x):
+        return sum(jnp.tanh(x[part::parts] @ w).sum() for part in range(parts))
+
+    return step, (jax.ShapeDtypeStruct((64, 256), "float32"), jax.ShapeDtypeStruct((512, 64), "float32"))
+"""
+
+
+def test_a_comparison_chooses_the_recipe_as_a_plan_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "open.py").write_text(OPEN)
+    figures = []
+    for command in ("plan", "compare"):
+        assert main([command, str(tmp_path / "open.py"), *"--topology cpu:2 --mesh data=2 --json --quiet".split()]) == 0
+        figures.append(json.loads(capsys.readouterr().out))
+    planned, compared = figures
+    own = compared["plans"]["plan"]["predicted"]
+    assert own["step_time_s"] == planned["step_time_s"] and own["peak_bytes"] == planned["peak_bytes"]

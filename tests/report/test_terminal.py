@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,9 @@ from autoshard.base.units import format_bytes, format_seconds
 from autoshard.exec import CompileReport, Estimate, Unforeseen, Verdict, compiled_plan
 from autoshard.exec.ahead.compile_plans import compile_notes
 from autoshard.planning import Call, Plan
-from autoshard.planning.record.plan_parts import TimeError
+from autoshard.planning.record.plan_parts import UNSOLVED, MeshTried, TimeError
 from autoshard.report import terminal_report
+from autoshard.report.display import fold
 from autoshard.report.figures import recipe_line, remat_words
 from autoshard.report.terminal.explanation_report import cause_text
 
@@ -113,6 +115,16 @@ def test_the_recipe_stands_below_the_step(plan: Plan):
     assert recipe_line(stated).startswith("remat dots, microbatches 4, bfloat16, stored in bfloat16")
     assert recipe_line(stated).endswith("stored in bfloat16, batch 64 (default)")
     assert remat_words("dots:27+none") == "dots in 27 layers, then none" and remat_words("mine") == "mine"
+    options["source"]["options"]["lora"] = "r=16,base=nf4"
+    weights = [name for name, role in plan.roles.items() if role == "parameter"]
+    kept = max(weights, key=lambda name: math.prod(plan.shapes[name]))
+    stored = dataclasses.replace(
+        stated,
+        roles={**plan.roles, **dict.fromkeys(weights, "frozen")},
+        dtypes={**plan.dtypes, **{name: "int8" for name in weights if name != kept}},
+    )
+    assert "LoRA r=16,base=nf4" in recipe_line(stored)
+    assert "frozen parameters int8" in recipe_line(stored), "most bytes count, not the largest tensor"
     options["source"]["options"]["batch"] = 64
     assert "default" not in recipe_line(dataclasses.replace(plan, provenance=plan.provenance | options))
     call = Call(0, "splash_mha_fwd", (), (), ())
@@ -212,6 +224,24 @@ def test_repeated_layers_are_one_row(plan: Plan):
     assert "model.layers.*.mlp.up_proj.weight" in row
     assert "4 of 32 x 14336/model x 4096/data" in row
     assert "56.00 MiB, 1/256" in row
+
+
+def test_numbers_at_the_end_of_words_count_layers_from_three_on():
+    layers = {f"params.h{i}.{name}": None for i in range(12) for name in ("fc1", "fc2")}
+    ends = {"ln1": None, "ln2": None, "h_0": None, "params.h12.fc1": None}
+    shown = {name: len(members) for name, members in fold({**layers, **ends})}
+    assert shown == {"params.h*.fc1": 13, "params.h*.fc2": 12, "ln1": 1, "ln2": 1, "h_0": 1}
+    assert [name for name, _ in fold([f"b{i}.w" for i in range(3)], key=lambda name: name)] == ["b0.w", "b1.w", "b2.w"]
+
+
+def test_meshes_that_are_not_solved_share_a_line(plan: Plan):
+    solved = MeshTried("data=4,model=4", "", 1.0, 0.9, "12.0% slower")
+    large = [MeshTried(f"data={n},model=4", "", None, 1e-3 * n, f"{UNSOLVED}: {n} M pairs") for n in (2, 3)]
+    chosen = MeshTried("data=32,model=8", "", 1.0, 0.9, "chosen")
+    for others in ([solved, *large], large):
+        text = " ".join(rendered(dataclasses.replace(plan, meshes=(chosen, *others))).split())
+        assert text.count(UNSOLVED) == 1 and "data=2,model=4; data=3,model=4" in text and "at least 2 ms" in text
+        assert ("12.0% slower" in text) == (solved in others)
 
 
 def test_no_colour_codes_when_piped_and_some_on_a_terminal(plan: Plan):

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from autoshard.base.units import format_bytes
+from autoshard.base.units import format_bytes, format_seconds
 from autoshard.base.worker_pool import as_ended
 from autoshard.errors import UserError
 from autoshard.exec.ahead.ahead_process import CompileJob, compile_job, compile_without_devices, try_job
@@ -334,7 +334,7 @@ def compile_figures(result: CompileReport) -> dict[str, Any]:
 
 
 def compile_lines(result: CompileReport) -> list[str]:
-    """Return the lines of the printed report, with the twelve collectives of most bytes on the wire."""
+    """Return the lines of the printed report, with the twelve sorts of collectives of most bytes on the wire."""
     lines = [f"Verdict: {result.verdict.value}"]
     if result.verdict is Verdict.DOES_NOT_FIT and result.available_bytes:
         lines[0] += (
@@ -370,9 +370,9 @@ def compile_lines(result: CompileReport) -> list[str]:
     timed = result.estimate
     if timed is not None:
         lines.append(
-            f"Step time: predicted {result.step_time_predicted_s:.3g} s, estimated from the schedule "
-            f"{timed.step_time_s:.3g} s +- {timed.error:.0%} "
-            f"(compute {timed.compute_s:.3g}, exposed communication {timed.exposed_comm_s:.3g})"
+            f"Step time: predicted {format_seconds(result.step_time_predicted_s)}, estimated from the schedule "
+            f"{format_seconds(timed.step_time_s)} +- {timed.error:.0%} (compute {format_seconds(timed.compute_s)}, "
+            f"exposed communication {format_seconds(timed.exposed_comm_s)})"
         )
         if not result.followed:
             lines.extend(_not_followed(result))
@@ -386,17 +386,26 @@ def compile_lines(result: CompileReport) -> list[str]:
         lines[-1] += (
             f"; {again:.2f} x of it is what the compiler computes again to save memory" if again >= 0.01 else ""
         )
-    for collective in sorted(result.collectives, key=lambda c: -c.wire_bytes)[:12]:
+    return [*lines, *_sent(result), *compile_notes(result), f"Compiled in {result.compile_s:.1f} s"]
+
+
+def _sent(result: CompileReport) -> list[str]:
+    """Return a line for each of the twelve sorts of collectives that send most; those that differ in size are apart."""
+    sorts = collections.defaultdict[tuple[str, str, int], list[CompiledCollective]](list)
+    for collective in result.collectives:
         flags = [
             "in a loop" if collective.in_loop else "",
             "async" if collective.asynchronous else "sync",
             "between slices" if collective.network else "",
         ]
-        lines.append(
-            f"  {collective.count} x {collective.kind} over {'+'.join(collective.axes)}: "
-            f"{format_bytes(collective.wire_bytes)} ({', '.join(filter(None, flags))})"
-        )
-    return [*lines, *compile_notes(result), f"Compiled in {result.compile_s:.1f} s"]
+        name = f"{collective.kind} over {'+'.join(collective.axes)}"
+        each = round(collective.wire_bytes / max(collective.count, 1))
+        sorts[name, ", ".join(filter(None, flags)), each].append(collective)
+    most = sorted(sorts.items(), key=lambda item: -sum(c.wire_bytes for c in item[1]))[:12]
+    return [
+        f"  {sum(c.count for c in members)} x {name}: {format_bytes(sum(c.wire_bytes for c in members))} ({flags})"
+        for (name, flags, _), members in most
+    ]
 
 
 def _not_followed(result: CompileReport) -> list[str]:

@@ -9,6 +9,8 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
+from autoshard.mlir import shown_line
+
 
 DTYPE_BITS = {
     "pred": 8,
@@ -188,7 +190,7 @@ class HloModule:
     scheduled: bool
     """True if the text says that instructions are in the order of execution."""
     lines: Mapping[int, str] = dataclasses.field(default_factory=dict)
-    """`stack_frame_id` -> `file:line` of the source, from the tables at the head of the text."""
+    """`stack_frame_id` -> the user's `file:line`, from the tables at the head of the text."""
 
 
 def parse_hlo(text: str) -> HloModule:
@@ -241,8 +243,9 @@ def _whole_lines(text: str) -> Iterator[str]:
 
 
 def _source_lines(text: str) -> dict[int, str]:
-    """Map each stack frame to `file:line`, from the tables at the head of the text; frames without a file name are left
-    out.
+    """Map each stack frame to the innermost line of the user's code in it and its callers (`mlir.shown_line`).
+
+    The tables at the head of the text have the frames. Those without such a line are left out.
     """
     tables: dict[str, dict[int, str]] = {"FileNames": {}, "FileLocations": {}, "StackFrames": {}}
     current: dict[int, str] | None = None
@@ -255,13 +258,25 @@ def _source_lines(text: str) -> dict[int, str]:
             if line.startswith(("%", "ENTRY")):
                 break
             current = tables.get(line)
-    lines = {}
-    for frame, what in tables["StackFrames"].items():
-        place = tables["FileLocations"].get(_field(what, "file_location_id"), "")
-        name = tables["FileNames"].get(_field(place, "file_name_id"), "").strip('"')
-        if name:
-            lines[frame] = f"{name}:{_field(place, 'line')}"
-    return lines
+    places = {}
+    for number, place in tables["FileLocations"].items():
+        if name := tables["FileNames"].get(_field(place, "file_name_id"), "").strip('"'):
+            places[number] = name, _field(place, "line")
+    frames = {
+        number: (places.get(_field(frame, "file_location_id")), _field(frame, "parent_frame_id"))
+        for number, frame in tables["StackFrames"].items()
+    }
+
+    def outward(number: int) -> Iterator[tuple[str, int]]:
+        """Yield file and line of a frame and of its callers, innermost first."""
+        passed = set[int]()
+        while number in frames and number not in passed:  # the outermost frame may be its own caller
+            passed.add(number)
+            place, number = frames[number]
+            if place is not None:
+                yield place
+
+    return {number: line for number in frames if (line := shown_line(outward(number)))}
 
 
 def _field(text: str, key: str) -> int:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,9 @@ SUMMED_WHOLE = "the plan has a reduce-scatter here; the compiler sums everything
 _PERMUTE = "collective-permute"
 _LAST = {_PERMUTE: 1, "all-reduce": 2}
 """Kinds that are matched to the prediction last: permutes may belong to any kind, and no plan wants whole sums."""
+
+_SOURCE = re.compile(r' source_(?:file="[^"]*"|(?:end_)?(?:line|column)=\d+)')
+"""Source of an instruction in the compiler's text, which may be a file of this package."""
 
 _REDUCING = frozenset({"all-reduce", "reduce-scatter"})
 """Kinds of collectives that sum."""
@@ -232,10 +236,11 @@ def _reshards(program: Program, plan: Plan) -> list[dict[str, Any]]:
 
 
 def involuntary(log: str) -> list[str]:
-    """Return the compiler's warnings of involuntary rematerialisation in `log`, the first 400 characters of each
-    line.
+    """Return the compiler's warnings of involuntary rematerialisation in `log`, the first 400 characters of each line,
+    without files of this machine.
     """
-    return [line.strip()[:400] for line in log.splitlines() if "nvoluntary full rematerialization" in line]
+    marked = (line.strip() for line in log.splitlines() if "nvoluntary full rematerialization" in line)
+    return [_SOURCE.sub("", line)[:400] for line in marked]
 
 
 def _explained(

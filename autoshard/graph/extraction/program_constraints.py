@@ -116,6 +116,5 @@ def called(op: Any, kind: str) -> str:
 
 def _place(what: str, op: Any) -> str:
     """Return a spec's origin for display: `what` and the op's source line if known, otherwise its name."""
-    name, line = mlir.location_name(op.location), mlir.source_line(op).rpartition("/")[2]
-    line = line.replace("-:", "line ", 1) if line.startswith("-:") else line
+    name, line = mlir.location_name(op.location), mlir.code_line(op).replace("line:", "line ", 1)
     return f"{what} at {line}" if line else f"{what} {name}".strip()

@@ -1,6 +1,7 @@
 """Explanation of a tensor's spec: the cost of every other spec, and the change that would make another one win."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,14 +17,14 @@ from autoshard.planning.price.evaluate import Outcome, evaluate, tensor_spec
 from autoshard.planning.record.plan_origin import Source
 from autoshard.planning.record.plan_parts import Collective
 from autoshard.planning.record.plan_record import Plan
-from autoshard.planning.record.spec import Spec
+from autoshard.planning.record.spec import Spec, patterns, without_slices
 from autoshard.planning.solve.mesh_solve import Terms, solve_within
 from autoshard.planning.solve.time_weights import even_weights, normalise
 from autoshard.planning.solve.weight_search import make_candidate
 from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.derived_axes import axis_parts_of
 from autoshard.planning.space.user_constraints import Required, near_names, require_lines
-from autoshard.program import Program, open_source
+from autoshard.program import Program, open_source, store_program, stored_program
 from autoshard.solver import processor_seconds
 
 
@@ -129,8 +130,8 @@ def named(plan: Plan, name: str) -> list[str]:
     """Return the arguments and results that a name matches: the one with this full name, or all with this last part.
 
     A last part begins after a dot, and may have the wildcard `*`, or `…` as in names that a table cuts. Several matches
-    must have the same shape and spec, as those of repeated layers have. Optimizer state is found by its full name only.
-    Raises `UserError` if nothing matches, or if the matches differ.
+    are those of repeated layers; of layers that differ in shape or spec, the largest are returned. Optimizer state is
+    found by its full name only. Raises `UserError` if nothing matches, or if the matches are not of one kind of layer.
     """
     known = {**plan.results, **plan.arguments}
     if name in known:
@@ -138,9 +139,19 @@ def named(plan: Plan, name: str) -> list[str]:
     of_weights = [k for k in known if plan.roles.get(k) != "optimizer_state"]
     pattern = name.replace("…", "*")
     found = [k for k in of_weights if fnmatchcase(k, pattern) or fnmatchcase(k, f"*.{pattern}")]
-    if len({(plan.shapes.get(k), known[k]) for k in found}) == 1:
-        return found
-    raise UserError(f"the plan has no argument or result {name}; {near_names(name, found or known)}")
+    if not found:
+        raise UserError(f"the plan has no argument or result {name}; {near_names(name, known)}")
+
+    def same(one: str, other: str) -> bool:
+        """Return True for two tensors of one shape and spec."""
+        return (plan.shapes.get(one), known[one]) == (plan.shapes.get(other), known[other])
+
+    largest = max(found, key=lambda k: math.prod(plan.shapes.get(k, ())))
+    kinds = list(dict.fromkeys(patterns(map(without_slices, found)).values()))
+    if len(kinds) > 1 and not all(same(k, largest) for k in found):
+        listed = f"{', '.join(kinds[:3])}{f' and {len(kinds) - 3} more' if len(kinds) > 3 else ''}"
+        raise UserError(f"{name} names tensors of several kinds: {listed}; give one of them.")
+    return [k for k in found if same(k, largest)]
 
 
 def reopen(
@@ -183,6 +194,32 @@ def reopen(
         recipe=recipe,
         **options,
     )
+
+
+def keep_program(plan: Plan, program: Program) -> None:
+    """Store the program of a plan of a Python file in the disk cache, where `kept_program` finds it."""
+    if plan.source is not None and plan.source.program.endswith(".py"):
+        store_program(_identity(plan), as_planned(program, plan))
+
+
+def kept_program(plan: Plan) -> Program | None:
+    """Return the program of a plan of a Python file as it was planned, without running the file; None if the disk cache
+    lacks it.
+    """
+    return stored_program(_identity(plan))
+
+
+def _identity(plan: Plan) -> list[Any]:
+    """Return the JSON value under which the program of a plan is stored: it tells plans of different programs apart."""
+    figures = plan.prediction.step_time_s, plan.prediction.peak_bytes
+    return [
+        plan.program_fingerprint,
+        plan.topology,
+        list(plan.roles.items()),
+        list(plan.results),
+        plan.choices,
+        figures,
+    ]
 
 
 def _rebuild(plan: Plan, program: Program, kept: bool) -> tuple[Model, NDArray[np.int64], Required]:

@@ -8,11 +8,12 @@ import threading
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.base.units import format_count, format_seconds
+from autoshard.base.units import format_count
 from autoshard.cost import Mesh
 from autoshard.errors import UserError
 from autoshard.planning.price.analysed_program import AnalysedProgram, Task
 from autoshard.planning.price.evaluate import Outcome
+from autoshard.planning.record.plan_parts import UNSOLVED
 from autoshard.planning.solve.problem_builder import Weights, kept_of, least_bytes, least_seconds
 from autoshard.planning.solve.repeats import find_repeats
 from autoshard.planning.solve.time_weights import Weighing, carried_weights, even_weights, normalise
@@ -313,14 +314,13 @@ class MeshAttempts:
     def _unsolved(self, mesh: Mesh, beat_s: float, why: str) -> MeshAttempt:
         """Return the trial of a mesh that is not solved, `why` in words.
 
-        A lower bound of at least `beat_s` seconds prunes the mesh. Otherwise it is excluded, and the reason names the
-        bound as all that is known.
+        A lower bound of at least `beat_s` seconds prunes the mesh. Otherwise it is excluded, and its bound is all that
+        is known.
         """
         bound = self.floor(mesh)
         if bound >= beat_s:
             return MeshAttempt(mesh, bound_s=bound, unconstrained_bound_s=bound)
-        reason = f"not solved: {why}, and all that is known is that no plan on it "
-        reason += f"takes less than {format_seconds(bound)}; give it with --mesh to solve it"
+        reason = f"{UNSOLVED}: {why}"
         return MeshAttempt(mesh, reason, bound_s=bound, unconstrained_bound_s=bound)
 
 

@@ -9,7 +9,7 @@ from autoshard.graph import OpClass
 from autoshard.planning.price.reshard_times import cluster_names
 from autoshard.planning.price.step_ledger import Ledger, LedgerRow, Place
 from autoshard.planning.record.plan_parts import Collective, PlannedOp
-from autoshard.planning.record.spec import pattern
+from autoshard.planning.record.spec import pattern, patterns
 from autoshard.planning.space.decision_model import EXPOSED, HOST, Channel, Model, Node, Reshard
 from autoshard.program import WEIGHTS
 
@@ -270,7 +270,9 @@ def _parameters(model: Model) -> dict[int, str]:
     The name is empty if there is neither; other ops have no entry.
     """
     roles = {argument.name: argument.role for argument in model.program.arguments}
-    named = {cluster: pattern(name) for cluster, name in cluster_names(model).items() if roles[name] in WEIGHTS}
+    weights = {cluster: name for cluster, name in cluster_names(model).items() if roles[name] in WEIGHTS}
+    shared = patterns(weights.values())
+    named = {cluster: shared[name] for cluster, name in weights.items()}
     parameters = {}
     for op in model.graph.ops:
         if op.op_class is OpClass.HEAVY:

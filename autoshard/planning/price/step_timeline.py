@@ -13,7 +13,7 @@ from autoshard.planning.price.evaluate import live_buffers
 from autoshard.planning.price.reshard_times import cluster_names
 from autoshard.planning.price.step_ledger import Ledger
 from autoshard.planning.record.plan_parts import HeldTensors, Span, Timeline
-from autoshard.planning.record.spec import pattern
+from autoshard.planning.record.spec import patterns
 from autoshard.planning.space.decision_model import EXPOSED, Model, Node
 
 
@@ -189,6 +189,8 @@ class _Sampler:
         the largest.
         """
         added: dict[int, int] = {}
+        names = {each.tensor: self.name(each.tensor) for each in self.buffers}
+        shared = patterns(names.values())
         grouped: dict[tuple[str, str, int, int], list[int]] = defaultdict(lambda: [0, 0])
         for at, (_, size, number) in enumerate(self.events):
             each = self.buffers[number]
@@ -198,7 +200,7 @@ class _Sampler:
             # Live after event k if allocated at k or before, and freed after k.
             first, last = bisect.bisect_left(chosen, added.get(number, at)), bisect.bisect_left(chosen, at) - 1
             if each.size > 0 and first <= last:
-                entry = grouped[pattern(self.name(each.tensor)), each.kind, first, last]
+                entry = grouped[shared[names[each.tensor]], each.kind, first, last]
                 entry[0] += 1
                 entry[1] += each.size
         rows = [HeldTensors(name, kind, count, size, *ends) for (name, kind, *ends), (count, size) in grouped.items()]

@@ -47,6 +47,7 @@ from autoshard.planning.recipes.recipe_follow_ups import (
 )
 from autoshard.planning.recipes.recipe_order import LEAST_GAIN, in_order
 from autoshard.planning.record.plan_record import Plan
+from autoshard.planning.solve.infeasible import state_bytes
 from autoshard.planning.solve.problem_builder import Floors, floors
 from autoshard.planning.space.attention_exchange import splits_sequence
 from autoshard.planning.space.derived_axes import find_axis_parts
@@ -130,6 +131,14 @@ def plan_recipes(
         if first_if_fits and len(search.tried) == 1:
             if search.best is not None:
                 return recipe, search.best[1]
+            devices = search.topology.num_devices
+            if (
+                len(choices.get("host", ())) < 2
+                and state_bytes(search.make(**recipe.arguments)) > devices * search.limit
+            ):
+                # No recipe holds less state, so the one of least activations says what would help.
+                search.plan(Recipe(tuple((name, values[-1]) for name, values in choices.items())), force=True)
+                break
             search.say(f"The plain step does not fit; trying {', '.join(choices)}")
     if search.best is None:
         if search.refused is None:  # nothing was planned: the last one says what would help

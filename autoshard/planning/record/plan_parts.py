@@ -262,6 +262,10 @@ class CompiledStep:
     """Sentences on unforeseen collectives, and the warnings of the compilation."""
 
 
+UNSOLVED = "not solved"
+"""Beginning of the verdict on a mesh that was not solved, as it has too many pairs or too little to save."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class MeshTried:
     """One mesh that the search considered."""
@@ -276,6 +280,11 @@ class MeshTried:
     """Lower bound in seconds of all plans on the mesh; None if not computed."""
     verdict: str
     """`chosen`, or the reason for which the mesh was not chosen."""
+
+    @property
+    def unsolved(self) -> bool:
+        """True for a mesh that was not solved, of which only the bound is known."""
+        return self.verdict.startswith(UNSOLVED)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -148,6 +149,8 @@ class Spec:
 
 # A number that is a whole part of a name between `.`, `[`, `]`, `/` and `_`, and a slice such as `[3:61]`.
 _NUMBER = re.compile(r"(?<![^.\[\]/_])\d+(?![^.\[\]/_])")
+# A number at the end of a word, as in `h0.up`.
+_ATTACHED = re.compile(r"(?<=[A-Za-z])\d+(?![^.\[\]/_])")
 _SLICE = re.compile(r"\[(\d*):(\d*)(?::(\d*))?\]")
 
 
@@ -157,6 +160,11 @@ def is_stacked(name: str) -> bool:
     Such a name is that of a stack of layers, whose first dim counts the layers.
     """
     return any(part == "*" or _SLICE.fullmatch(part) for part in name.split("."))
+
+
+def without_slices(name: str) -> str:
+    """Return a name with `*` for each slice such as `[3:61]`."""
+    return _SLICE.sub("*", name)
 
 
 def layer_pattern(name: str, layers: int) -> str:
@@ -182,6 +190,35 @@ def pattern(name: str) -> str:
     `layers.3.mlp.weight` becomes `layers.*.mlp.weight`; the number in `fc1` stays.
     """
     return _NUMBER.sub("*", name)
+
+
+LEAST_NUMBERED = 3
+"""Least names that differ in a number at the end of a word alone for that number to count layers: `fc1` and `fc2` are
+two layers of one module.
+"""
+
+
+def patterns(names: Iterable[str]) -> dict[str, str]:
+    """Return the pattern of each name, in which `*` also replaces the number in `h0`, `h1` and `h2`.
+
+    Such a number at the end of a word counts layers if at least `LEAST_NUMBERED` of the names differ in it alone.
+    """
+    shared = {name: pattern(name) for name in names}
+    places = defaultdict[str, set[str]](set)
+    for name in set(shared.values()):
+        for number in _ATTACHED.finditer(name):
+            places[f"{name[: number.start()]}*{name[number.end() :]}"].add(number[0])
+
+    def folded(name: str) -> str:
+        """Return a name with `*` for each number that counts layers."""
+        parts, end = [], 0
+        for number in _ATTACHED.finditer(name):
+            counts = len(places[f"{name[: number.start()]}*{name[number.end() :]}"]) >= LEAST_NUMBERED
+            parts += [name[end : number.start()], "*" if counts else number[0]]
+            end = number.end()
+        return "".join(parts) + name[end:]
+
+    return {name: folded(shown) for name, shown in shared.items()}
 
 
 def stack_names(name: str, layers: int) -> list[str]:

@@ -6,7 +6,7 @@ from collections import defaultdict
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.base.units import format_bytes
+from autoshard.base.units import dtype_bits, format_bytes
 from autoshard.errors import UserError
 from autoshard.graph import Op, OpClass, OpGraph, Tensor, is_batched
 from autoshard.planning.price.evaluate import evaluate
@@ -18,11 +18,24 @@ from autoshard.planning.solve.weight_search import Infeasible
 from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.plan_options import Limits
 from autoshard.planning.space.user_constraints import Required
-from autoshard.program import WEIGHTS, Role
+from autoshard.program import WEIGHTS, Program, Role
 
+
+PRECISION = 0.05
+"""Share of the least memory to which a refusal states it: predictions of memory are no more exact."""
 
 RECOMPUTES = b"rematted_computation"
 """Part of the locations that JAX writes for everything that a backward pass recomputes."""
+
+
+def state_bytes(program: Program) -> int:
+    """Return the bytes of parameters and optimizer state on devices, which every plan holds when a step begins."""
+    held = [*WEIGHTS, *([Role.OPTIMIZER_STATE] if program.on_host == "none" else [])]
+    return sum(
+        math.prod(argument.shape) * dtype_bits(argument.dtype) // 8
+        for argument in program.arguments
+        if argument.role in held
+    )
 
 
 def explain_infeasible(model: Model, found: Infeasible, limits: Limits, required: Required) -> str:
@@ -107,11 +120,6 @@ def _advice(model: Model, kind: str, memory_limit: int, pinned: bool) -> str:
     return f"{listed} would help"
 
 
-_KERNELS = {
-    "splash": "jax.experimental.pallas.ops.tpu.splash_attention",
-    "cudnn": 'jax.nn.dot_product_attention(..., implementation="cudnn")',
-}
-"""JAX's own kernel for each kind of attention that a topology prefers."""
 SCORES_SHARE = 0.1
 """Share of the memory limit that scores of attention must need before a kernel is proposed."""
 
@@ -122,8 +130,8 @@ def _kernel_remedy(model: Model, memory_limit: int) -> list[str]:
     It names the line with most bytes of scores. They are counted once for each attention, split over all devices. Empty
     for topologies without a kernel.
     """
-    kernel = _KERNELS.get(model.mesh.topology.traits.attention)
-    if kernel is None:
+    kernel = model.mesh.topology.traits.attention_kernel
+    if not kernel:
         return []
     graph, lines = model.graph, defaultdict[str, list[Tensor]](list)
     for op in graph.ops:
@@ -142,15 +150,15 @@ def _kernel_remedy(model: Model, memory_limit: int) -> list[str]:
 
 
 def _scores_of(graph: OpGraph, exponential: Op) -> Tensor | None:
-    """Return the result of a matmul with batch dims from which elementwise ops compute the operand of an exponential;
-    None if there is none.
+    """Return the result of a matmul with batch dims from which ops of one element each compute the operand of an
+    exponential; None if there is none. The ops may order elements anew, as those of `jax.nn.dot_product_attention` do.
     """
     waiting, seen = list(exponential.operands), set[int]()
-    shape = graph.tensors[exponential.results[0]].shape
+    elements = graph.tensors[exponential.results[0]].elements
     while waiting:
         tensor = graph.tensors[waiting.pop()]
         op = graph.maker(tensor.id)
-        if op is None or tensor.id in seen or tensor.shape != shape:
+        if op is None or tensor.id in seen or tensor.elements != elements:
             continue
         seen.add(tensor.id)
         if is_batched(op):
@@ -163,15 +171,16 @@ def _least_memory(model: Model, found: Infeasible, limits: Limits, required: Req
     """Return choices for the smallest memory limit that the solver can satisfy, by bisection above the given limit.
 
     The upper end is the smallest peak among completed baselines and choices that are optimal without a limit. Baselines
-    split the parameters, and fast choices split nearly everything. Repeated layers first share their decisions, as in
-    baselines. None if no choices were found. The result is within 1 % of the least limit, unless time runs out.
+    split the parameters, and fast choices split nearly everything. Repeated layers share their decisions, as in
+    baselines, unless the pins exclude it. None if no choices were found. The result is within `PRECISION` of the least
+    limit, unless time runs out.
     """
     repeats, allowed = find_repeats(model), required.allowed
 
     def solved(weights: Weights, terms: Terms) -> Solved:
-        """Solve with shared decisions of repeated layers; without a solution, solve the whole model."""
+        """Solve with shared decisions of repeated layers; without these, solve the whole model."""
         tied = None if repeats is None else solve_tied(repeats, weights, terms)
-        return solve_within(model, weights, terms) if tied is None or tied.solution.gap == math.inf else tied
+        return solve_within(model, weights, terms) if tied is None else tied
 
     best, high = None, 0
     named = [each.choices for each in found.baselines.values() if required.holds(each.choices)]
@@ -191,8 +200,7 @@ def _least_memory(model: Model, found: Infeasible, limits: Limits, required: Req
         return None
     low = limits.memory_bytes
     for _ in range(12):
-        # A message needs no more than 1 % of precision.
-        if high - low < 0.01 * high:
+        if high - low < PRECISION * high:
             break
         middle = (low + high) // 2
         seconds = max(1.0, limits.seconds / 16)

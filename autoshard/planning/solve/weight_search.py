@@ -127,6 +127,8 @@ def search(
         outcome = evaluate(model, known)
         if outcome.peak_bytes <= limits.memory_bytes:
             fitting.append(evaluated_candidate(model, "known", known, outcome, limits.memory_bytes))
+    if not fitting and least_bytes(model, kept_of(model, required.allowed)) > limits.memory_bytes:
+        raise Infeasible(None, completed)  # a bound proves it, without a solve
     weighing = Weighing(weights)
     for candidate in fitting:
         weighing.add_choice(candidate.outcome)

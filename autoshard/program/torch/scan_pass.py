@@ -235,7 +235,7 @@ class BlockRun:
         known = {id(each._elem): number for number, each in enumerate(self.pending)}
         links = {i: known[id(_element(leaf))] for i, leaf in enumerate(leaves) if id(_element(leaf)) in known}
         if self.pending and not links:
-            raise self._not_repeated("something happens to the hidden state between two layers")
+            raise self._not_repeated("the layers are not called one after the other")
         if any(isinstance(_element(leaf), _Pending) for i, leaf in enumerate(leaves) if i not in links):
             raise self._not_repeated("the hidden state between two layers is used elsewhere")
         if self.pending and set(links.values()) != set(range(len(self.pending))):

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.base.units import format_bytes, format_seconds
+from autoshard.cost import Topology
 from autoshard.planning import (
     WAITS_FOR_HOST,
     Alternative,
@@ -23,10 +24,9 @@ from autoshard.planning import (
     Prediction,
     axis_words,
     parameter_of,
-    pattern,
     spec_text,
 )
-from autoshard.report.display import clean, readable
+from autoshard.report.display import clean, fold, readable
 from autoshard.report.schedule_picture import schedule_report
 
 
@@ -261,7 +261,7 @@ def _compute(plan: Plan) -> list[str]:
     compute = plan.prediction.compute_s / step
     shares = ", ".join(named)
     sentence = f"Compute is {compute:.0%} of the step. Its costliest lines, as shares of the step: {shares}."
-    return [sentence, *_softmax_in_memory(costly, step)]
+    return [sentence, *_softmax_in_memory(plan, costly)]
 
 
 def _place(plan: Plan, op: PlannedOp) -> str:
@@ -285,18 +285,24 @@ def _kinds(ops: Sequence[PlannedOp]) -> str:
     return f"{kind}, limited by {limit}"
 
 
-def _softmax_in_memory(costly: Sequence[tuple[str, Sequence[PlannedOp]]], step: float) -> list[str]:
+def _softmax_in_memory(plan: Plan, costly: Sequence[tuple[str, Sequence[PlannedOp]]]) -> list[str]:
     """Return a sentence if exponentials between matmuls, as those of attention, take a tenth of the step in memory.
 
-    A kernel stores no scores: it saves the passes of the line's elementwise ops through memory.
+    A kernel stores no scores: it saves the passes of the line's elementwise ops through memory. It is named by its flag
+    for a configuration, else by JAX's function. Empty for devices without a kernel.
     """
+    traits, step = Topology.parse(plan.topology).traits, plan.prediction.step_time_s
+    flag = plan.source is not None and plan.source.is_configuration
+    kernel = f"--attention {traits.attention}" if flag else traits.attention_kernel
+    if not traits.attention_kernel:
+        return []
     for line, ops in costly:
         passes_s = sum(op.compute_s for op in ops if op.bound == "memory" and op.kind != "dot_general")
         exponential = any(op.kind == "exponential" and op.bound == "memory" for op in ops)
         matmuls = any(op.kind == "dot_general" and op.bound == "memory" for op in ops)
         if exponential and matmuls and passes_s > 0.1 * step:
             return [
-                f"The softmax at {clean(line)} stores its scores in memory: a fused attention kernel would save "
+                f"The softmax at {clean(line)} stores its scores in memory: a fused kernel ({kernel}) would save "
                 f"about {format_seconds(passes_s)} ({passes_s / step:.0%} of the step)."
             ]
     return []
@@ -329,13 +335,12 @@ def _worst_exposed(plan: Plan, prediction: Prediction) -> str:
         return ""
     (kind, axes), members = max(groups.items(), key=lambda item: sum(c.waited_s for c in item[1]))
     total = sum(c.waited_s for c in members)
-    families: defaultdict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    waited = defaultdict[str, float](float)
     for collective in members:
-        text = cause_text(plan, collective) if collective.cause else ""
-        families[pattern(text)][text] += collective.waited_s
-    name, family = max(families.items(), key=lambda item: sum(item[1].values()))
-    name = name if len(family) > 1 else next(iter(family))
-    share = sum(family.values()) / total
+        waited[cause_text(plan, collective) if collective.cause else ""] += collective.waited_s
+    families = [(name, sum(waited[text] for text in family)) for name, family in fold(waited)]
+    name, seconds = max(families, key=lambda item: item[1])
+    share = seconds / total
     most = "" if len(families) == 1 else ", chiefly" if share > 0.5 else f", {share:.0%} of it"
     cause = f"{most} for {name}" if name else ""
     return f"{kind} over {' x '.join(axis_words(axes))}, {format_seconds(total)}{cause}"

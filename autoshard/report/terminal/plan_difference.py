@@ -11,7 +11,7 @@ from rich.text import Text
 
 from autoshard.base.units import format_bytes, format_seconds
 from autoshard.errors import UserError
-from autoshard.planning import Plan, Spec, StateReshard, axis_words, mesh_words, pattern, predict_reshard, spec_text
+from autoshard.planning import Plan, Spec, StateReshard, axis_words, mesh_words, patterns, predict_reshard, spec_text
 from autoshard.report.display import clean, readable
 
 
@@ -292,8 +292,9 @@ def _inside_parts(found: PlanChange) -> list[RenderableType]:
     if not found.inside:
         return []
     rows: dict[tuple[str, str, str], int] = defaultdict(int)
+    shared = patterns(each.name for each in found.inside)
     for each in found.inside:
-        rows[pattern(each.name), each.first, each.second] += 1
+        rows[shared[each.name], each.first, each.second] += 1
     table = _rows()
     for (name, a, b), count in [*rows.items()][:SHOWN]:
         times = f"{count} of " if count > 1 else ""

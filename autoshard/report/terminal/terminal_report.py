@@ -250,15 +250,17 @@ def _split_table(plan: Plan, title: str, names: Sequence[str], width: int) -> Re
         rows.append((size, shown, members))
     rows.sort(key=lambda row: -row[0])
     table = _table(title, "split shape", "a device holds", left=2)
+    cells = []
     for size, shown, members in rows[:PARAMETERS]:
         spec, shape = plan.arguments[members[0]], plan.shapes[members[0]]
         shards = spec.shards(plan.mesh)
         times = f"{len(members)} of " if len(members) > 1 else ""
-        table.add_row(
-            _name(shown, max(width - 52, 26)),
-            Text(times).append_text(_split_shape(shape, spec)),
-            f"{format_bytes(size / shards)}, {'all' if shards == 1 else f'1/{shards}'}",
-        )
+        held = f"{format_bytes(size / shards)}, {'all' if shards == 1 else f'1/{shards}'}"
+        cells.append((shown, Text(times).append_text(_split_shape(shape, spec)), held))
+    # Names have what the other columns leave: those of large models differ in their middle only.
+    taken = sum(max(len(row[column]) for row in cells) for column in (1, 2))
+    for shown, split, held in cells:
+        table.add_row(_name(shown, max(width - taken - 6, 26)), split, held)
     body: list[RenderableType] = [Padding(table, (0, 0, 0, 2))]
     if len(rows) > PARAMETERS:
         body.append(Text(f"  and {len(rows) - PARAMETERS} more", style="dim"))
@@ -397,10 +399,12 @@ def _recipes(plan: Plan) -> RenderableType | None:
 def _meshes(plan: Plan) -> RenderableType | None:
     """Return the table of at most `MESHES` meshes that the search did not choose; None without any.
 
-    The first of `plan.meshes` is the chosen one. A mesh that was not solved has the bound of its step time, if known.
+    The first of `plan.meshes` is the chosen one. Meshes that were not solved share a line, with the least bound of
+    their step times.
     """
-    others = plan.meshes[1:]
-    if not others:
+    others = [tried for tried in plan.meshes[1:] if not tried.unsolved]
+    unsolved = [tried for tried in plan.meshes[1:] if tried.unsolved]
+    if not others and not unsolved:
         return None
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("mesh")
@@ -410,9 +414,15 @@ def _meshes(plan: Plan) -> RenderableType | None:
         bound = "" if tried.bound_s is None else f">= {format_seconds(tried.bound_s)}"
         step = bound if tried.step_time_s is None else format_seconds(tried.step_time_s)
         table.add_row(Text(clean(tried.mesh)), step, Text(clean(tried.verdict)))
-    body: list[RenderableType] = [Padding(table, (0, 0, 0, 2))]
+    body: list[RenderableType] = [Padding(table, (0, 0, 0, 2))] if others else []
     if len(others) > MESHES:
         body.append(Text(f"  and {len(others) - MESHES} more, none faster", style="dim"))
+    if unsolved:
+        names = "; ".join(clean(tried.mesh) for tried in unsolved[:MESHES])
+        more = f" and {len(unsolved) - MESHES} more" if len(unsolved) > MESHES else ""
+        least = min((tried.bound_s or 0.0 for tried in unsolved), default=0.0)
+        words = f"  not solved, as too large: {names}{more}; known is only that they take at least "
+        body.append(Text(f"{words}{format_seconds(least)}. Name one by --mesh to solve it.", style="dim"))
     body.append(Text(f"  {WHOLE_AXES}", style="dim"))
     return Group(*body)
 

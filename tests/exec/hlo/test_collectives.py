@@ -1,7 +1,10 @@
 """Reading collectives from HLO: shapes, group syntaxes, loops, asynchronous and fused forms."""
 
+import pathlib
+
 import pytest
 
+import autoshard
 from autoshard.cost import Topology, make_mesh
 from autoshard.exec import count_by_kind, read_collectives, wire_by_axis
 from autoshard.exec.hlo.compiled_collectives import parse_groups
@@ -409,14 +412,18 @@ def test_a_collective_without_a_name_takes_its_neighbours():
     assert collective.source == "jit(step)/jvp()/dot_general"
 
 
-def test_a_collective_names_its_source_line():
+def test_a_collective_names_the_users_source_line():
+    """Skip frames of the installed package, which the user did not write, up to the caller."""
+    ours = pathlib.Path(autoshard.__file__).parent / "program" / "quantised" / "eight_bits.py"
     text = (
-        'HloModule m, is_scheduled=true, num_partitions=8\n\nFileNames\n1 "/a/model.py"\n\nFunctionNames\n1 "step"\n\n'
-        "FileLocations\n1 {file_name_id=1 function_name_id=1 line=7 end_line=7 column=1 end_column=2}\n\n"
-        "StackFrames\n1 {file_location_id=1 parent_frame_id=1}\n\n"
+        f'HloModule m, is_scheduled=true, num_partitions=8\n\nFileNames\n1 "/a/model.py"\n2 "{ours}"\n\n'
+        'FunctionNames\n1 "step"\n\n'
+        "FileLocations\n1 {file_name_id=1 function_name_id=1 line=7 end_line=7 column=1 end_column=2}\n"
+        "2 {file_name_id=2 function_name_id=1 line=89 end_line=89 column=1 end_column=2}\n\n"
+        "StackFrames\n1 {file_location_id=2 parent_frame_id=2}\n2 {file_location_id=1 parent_frame_id=2}\n\n"
         "ENTRY %main (p: f32[8]) -> f32[8] {\n  %p = f32[8]{0} parameter(0)\n"
         "  ROOT %ar = f32[8]{0} all-reduce(%p), replica_groups={}, to_apply=%add, "
         'metadata={op_name="jit(step)/sum" stack_frame_id=1}\n}\n'
     )
     (found,) = read_collectives(text, make_mesh(Topology.parse("cpu:8"), {"data": 8}))
-    assert (found.source, found.line) == ("jit(step)/sum", "/a/model.py:7")
+    assert (found.source, found.line) == ("jit(step)/sum", "model.py:7")

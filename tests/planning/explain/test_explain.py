@@ -141,8 +141,32 @@ def test_a_pattern_stands_for_tensors_that_are_alike() -> None:
     assert named(alike, "0.up") == named(alike, "par…0.up") == ["params.0.up"]
     assert explain_plan(alike, "*.up", program).alike == tuple(ups[1:])
     differ = {ups[0]: Spec(((), ("data", "model"))), ups[1]: Spec.replicated(2)}
-    with pytest.raises(UserError, match="has no argument or result up"):
-        named(dataclasses.replace(plan, arguments={**plan.arguments, **differ}), "up")
+    unlike = dataclasses.replace(plan, arguments={**alike.arguments, **differ})
+    assert named(unlike, "up") == [ups[0]], "layers that differ have a name each"
+    stack = "params.[0:2].up"
+    stacked = dataclasses.replace(
+        plan, arguments={**plan.arguments, stack: Spec.replicated(3)}, shapes={**plan.shapes, stack: (2, 256, 512)}
+    )
+    assert named(stacked, "up") == [stack], "the largest of a kind"
+    with pytest.raises(UserError, match=r"params\* names tensors of several kinds: params\.\*\.down, params\.\*\.up"):
+        named(plan, "params*")
+
+
+def test_a_file_is_not_run_again_to_explain_its_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTOSHARD_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "model.py").write_text(SOURCE)
+    asked, file = ["--topology", "cpu:8", "--mesh", "data=4,model=2", "--quiet"], str(tmp_path / "plan.json")
+    assert main(["plan", str(tmp_path / "model.py"), *asked, "-o", file]) == 0
+    (tmp_path / "model.py").write_text("raise SystemExit('run again')")
+    capsys.readouterr()
+    assert main(["explain", file, "w.up", "--quiet"]) == 0
+    kept = capsys.readouterr().out
+    (tmp_path / "model.py").write_text(SOURCE)
+    monkeypatch.setenv("AUTOSHARD_CACHE_DIR", "")
+    assert main(["explain", file, "w.up", "--quiet"]) == 0
+    assert capsys.readouterr().out == kept and "w.up (parameter) is split" in kept
 
 
 def test_the_file_alone_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -244,7 +268,10 @@ def test_lines_that_take_most_compute_are_named_with_their_limit() -> None:
         "Compute is 90% of the step. Its costliest lines, as shares of the step: "
         "model.py:3 40% (dot_general, limited by FLOPs), model.py:7 30% (exponential, limited by memory traffic)."
     )
-    assert any("softmax at model.py:7" in line and "(20% of the step)" in line for line in lines)
+    kernel = "(jax.experimental.pallas.ops.tpu.splash_attention)"
+    assert any("softmax at model.py:7" in line and kernel in line and "(20% of the step)" in line for line in lines)
+    here = dataclasses.replace(plan, prediction=prediction, ops=ops, topology="cpu:8")
+    assert not any("softmax" in line for line in step_limits(here))
     fused = [op for op in ops if op.kind != "exponential"]
     assert not any("softmax" in line for line in step_limits(dataclasses.replace(plan, ops=tuple(fused))))
     added = dataclasses.replace(planned_op("add", "", 0.3 * step, "memory"), name="jit(step)/add")

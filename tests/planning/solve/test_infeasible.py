@@ -137,3 +137,14 @@ def test_scores_in_memory_are_named_with_the_kernel_that_stores_none(topology: s
     assert "need at least 16.00 MiB of each device" in text
     assert "kernel" not in refusal(attention(), 1 << 20, "cpu:4")
     assert "kernel" not in refusal(attention(kernel=True), 1 << 20, topology)
+
+
+def test_scores_of_jaxs_own_attention_are_named_too() -> None:
+    """Its scores have a group dim that stands first after the matmul."""
+
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        return jnp.sum(jax.nn.dot_product_attention(jax.nn.dot_product_attention(q, k, v), k, v))
+
+    each = jax.ShapeDtypeStruct((8, 2048, 4, 64), jnp.float32)
+    text = refusal(trace(jax.grad(fn, argnums=(0, 1, 2)), (each, each, each)), 1 << 20)
+    assert "splash_attention) for the attention at test_infeasible.py:" in text
