@@ -1,6 +1,6 @@
 """Random torch modules: the traced step computes the values of eager torch, and the user's module is unchanged.
 
-Twenty modules, and eighty in full; `experiments/correctness/random_modules.py` traces three hundred.
+Fourteen modules, and eighty in full; `experiments/correctness/random_modules.py` traces three hundred.
 """
 
 import pytest
