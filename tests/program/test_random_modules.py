@@ -1,6 +1,6 @@
 """Random torch modules: the traced step computes the values of eager torch, and the user's module is unchanged.
 
-Twenty modules, and eighty in full; `experiments/correctness/random_modules.py` traces three hundred.
+Fourteen modules, and eighty in full; `experiments/correctness/random_modules.py` traces three hundred.
 """
 
 import pytest
@@ -10,7 +10,7 @@ from tests.random_module_runs import cut_down, run, run_planned
 from tests.random_modules import WORDS, Recipe, build, random_recipe
 
 
-SEEDS = [*range(20), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(20, 80))]
+SEEDS = [*range(14), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(14, 80))]
 REFUSED: list[str] = []
 """Modules that were refused in this process."""
 
@@ -27,7 +27,7 @@ def test_a_traced_module_computes_what_eager_torch_does(seed: int):
     assert len(REFUSED) <= 4, REFUSED
 
 
-@pytest.mark.parametrize("seed", [0, 32, 47])
+@pytest.mark.parametrize("seed", [0, 32, pytest.param(47, marks=pytest.mark.full)])
 def test_a_planned_module_computes_what_the_unplanned_one_does(seed: int):
     assert run_planned(random_recipe(seed)) == "split"
 

@@ -118,3 +118,5 @@ def test_a_recipe_is_chosen_that_eager_torch_holds(tmp_path: Path) -> None:
     held = eager_peak(chosen, chosen.prediction)
     assert held is not None and held <= limit < needed
     assert main(["export", str(file), "--to", "fsdp2", "--out", str(tmp_path / "code.py")]) == 0
+    assert main([*command.split(), "--memory-limit", f"{limit / 2**30:.6f}", "--out", str(file)]) == 0
+    assert main(["export", str(file), "--to", "fsdp2", "--out", str(tmp_path / "code.py")]) == 3
