@@ -28,7 +28,7 @@ def format_seconds(seconds: float) -> str:
         number = f"{seconds / scale:.3g}"
         if abs(float(number)) >= 1:
             return f"{number} {unit}"
-    return "0 s" if seconds == 0 else f"{seconds / 1e-12:.3g} ps"
+    return f"{seconds / 1e-12:.3g} ps" if abs(seconds) >= 5e-13 else "0 s"  # less is rounding
 
 
 def format_count(value: float, unit: str = "") -> str:

@@ -358,7 +358,8 @@ def _search(
     graph = reading.graph
     check_exchange(task.program, graph, given)
     if given is None:
-        phases.start("meshes", f"looking for the mesh of {topology.num_devices} devices")
+        noun = "device" if topology.num_devices == 1 else "devices"
+        phases.start("meshes", f"looking for the mesh of {topology.num_devices} {noun}")
         mesh_choice = MeshSearch(MeshAttempts(task, time_limit, rival is not None), phases.progress, rival).run(
             topology, search_on.crew, meshes
         )

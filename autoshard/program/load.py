@@ -381,7 +381,7 @@ def _from_torch(pair: tuple[Any, Any, Any], module: ModuleType, file: Path, opti
             )
         return from_torch(*pair, name=file.stem, **options)
 
-    def own(output: Any) -> Any:
+    def returned(output: Any) -> Any:
         """Return the loss that a module computes itself."""
         number = getattr(output, "loss", output)
         if getattr(number, "shape", None) is not None and math.prod(number.shape) == 1:
@@ -392,7 +392,7 @@ def _from_torch(pair: tuple[Any, Any, Any], module: ModuleType, file: Path, opti
         )
 
     if not callable(loss):
-        loss, targets = own, None
+        loss, targets = returned, None
     return from_torch(*pair, name=file.stem, loss=loss, targets=targets, **options)
 
 

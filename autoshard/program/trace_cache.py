@@ -61,7 +61,10 @@ def store_program(said: Any, program: Program) -> None:
 
 
 def stored_program(said: Any) -> Program | None:
-    """Return the program that `store_program` stored under `said`; None without one. It can be planned, but not run."""
+    """Return the program that `store_program` stored under `said`; None without one.
+
+    It can be planned; its function raises `UserError`.
+    """
     body = read_entry(_PLANNED, key_of(said, _PACKAGES, _SOURCES))
     if body is None:
         return None

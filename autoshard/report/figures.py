@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from autoshard.base.units import dtype_bits
+from autoshard.base.units import dtype_bits, format_seconds
 from autoshard.errors import UserError
 from autoshard.planning import Plan, Prediction
 from autoshard.program import parse_remat
@@ -15,6 +15,20 @@ from autoshard.program import parse_remat
 
 WHOLE_AXES = "Axes of these meshes are whole; one that --mesh names may be cut into parts, and then be faster."
 """Sentence below the meshes that a search did not choose."""
+
+UNSOLVED_SHOWN = 6
+"""Most meshes without a solution that are named; the rest is counted."""
+
+
+def unsolved_meshes(plan: Plan) -> str:
+    """Return a sentence on the meshes that were too large to solve, with their least bound; empty without any."""
+    unsolved = [tried for tried in plan.meshes[1:] if tried.unsolved]
+    if not unsolved:
+        return ""
+    names = "; ".join(tried.mesh for tried in unsolved[:UNSOLVED_SHOWN])
+    more = f" and {len(unsolved) - UNSOLVED_SHOWN} more" if len(unsolved) > UNSOLVED_SHOWN else ""
+    least = format_seconds(min(tried.bound_s or 0.0 for tried in unsolved))
+    return f"not solved, as too large: {names}{more}, at least {least} a step. Name one by --mesh to solve it."
 
 
 def plan_figures(plan: Plan, wall_s: Mapping[str, float] | None = None) -> dict[str, Any]:

@@ -16,7 +16,15 @@ def test_bytes(size: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0 s"), (90, "90 s"), (0.0123, "12.3 ms"), (0.9996, "1 s"), (9.996e-4, "1 ms"), (9.996e-10, "1 ns")],
+    [
+        (0, "0 s"),
+        (1e-16, "0 s"),
+        (90, "90 s"),
+        (0.0123, "12.3 ms"),
+        (0.9996, "1 s"),
+        (9.996e-4, "1 ms"),
+        (9.996e-10, "1 ns"),
+    ],
 )
 def test_seconds(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text

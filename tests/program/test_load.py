@@ -144,6 +144,21 @@ TORCH = "import torch\nmodel = torch.nn.Linear(8, 2, device='meta')\n"
 META = "inputs = torch.empty(4, 8, device='meta')\n"
 
 
+def test_a_number_that_a_module_returns_is_its_loss(tmp_path):
+    body = (
+        "class Own(torch.nn.Linear):\n    def forward(self, x):\n        number = super().forward(x).square().mean()\n"
+    )
+    for returned in ("number", "{'loss': number}"):
+        text = f"{TORCH}{body}        return {returned}\nmodel = Own(8, 2, device='meta')\n"
+        source = str(_write(tmp_path, text + META))
+        if returned == "number":
+            program = open_source(source, train=True)
+            assert program.training and program.results[-1].shape == ()
+        else:
+            with pytest.raises(UserError, match="or let the module return one number"):
+                open_source(source, train=True)
+
+
 @pytest.mark.parametrize(
     ("body", "state"),
     [

@@ -245,7 +245,7 @@ def _whole_lines(text: str) -> Iterator[str]:
 def _source_lines(text: str) -> dict[int, str]:
     """Map each stack frame to the innermost line of the user's code in it and its callers (`mlir.shown_line`).
 
-    The tables at the head of the text have the frames. Those without such a line are left out.
+    The tables at the head of the text have the frames. A frame without such a line is left out.
     """
     tables: dict[str, dict[int, str]] = {"FileNames": {}, "FileLocations": {}, "StackFrames": {}}
     current: dict[int, str] | None = None

@@ -408,16 +408,12 @@ def _extra_axes(model: Model, shares: dict[tuple[int, str], float], explained: s
 def _ranked(names: Sequence[str]) -> list[str]:
     """Return names of dim groups for a sentence, plain words first.
 
-    Names such as `dim of NAME` are replaced by their count if there are plain words. Otherwise the first three are
-    named and the rest are counted.
+    The first three names such as `dim of NAME` are stated, or the first one next to plain words; the rest are counted.
     """
     plain = [n for n in names if not n.startswith("dim of ")]
     rest = [n for n in names if n.startswith("dim of ")]
-    if plain and rest:
-        rest = [f"{len(rest)} more dim{'s' if len(rest) > 1 else ''}"]
-    elif len(rest) > 3:
-        rest = [*rest[:3], f"{len(rest) - 3} more dims"]
-    return [*plain, *rest]
+    named, more = rest[: 1 if plain else 3], len(rest[1 if plain else 3 :])
+    return [*plain, *named, *([f"{more} more dim{'s' if more > 1 else ''}"] if more else [])]
 
 
 def _over(axes: Sequence[str]) -> str:

@@ -81,7 +81,7 @@ def waiting_gradients(
 ) -> Iterator[LiveBuffer]:
     """Yield the gradients outside of loops that wait whole for a sum that leaves a shard.
 
-    TPU compilers run such sums late: as if links added one gradient after the other, beside later kernels. Evidence:
+    TPU compilers run such sums late: as if links added one gradient after the other while later kernels run. Evidence:
     docs/compiler_behaviour.md, "Gradients that wait for their sum".
 
     - `clock_of`: returns the seconds of a step before each op, [ops + 1].

@@ -131,11 +131,8 @@ def plan_recipes(
         if first_if_fits and len(search.tried) == 1:
             if search.best is not None:
                 return recipe, search.best[1]
-            devices = search.topology.num_devices
-            if (
-                len(choices.get("host", ())) < 2
-                and state_bytes(search.make(**recipe.arguments)) > devices * search.limit
-            ):
+            state, room = state_bytes(search.make(**recipe.arguments)), search.limit * search.topology.num_devices
+            if state > room and len(choices.get("host", ())) < 2:
                 # No recipe holds less state, so the one of least activations says what would help.
                 search.plan(Recipe(tuple((name, values[-1]) for name, values in choices.items())), force=True)
                 break
@@ -327,12 +324,8 @@ class RecipeSearch:
         )
         self.tried.append(row)
         if self.of_source:
-            self.memory_pruning.add(
-                recipe,
-                self._task(program, stages),
-                result.plan.mesh,
-                prediction.expected_s - result.unconstrained_bound_s,
-            )
+            freed_s = prediction.expected_s - result.unconstrained_bound_s
+            self.memory_pruning.add(recipe, self._task(program, stages), result.plan.mesh, freed_s)
             if recipe.arguments.get("remat") == FULL:
                 self.full[recipe] = program, result.plan
         if better := row.per_element_s < self._beaten_by_s(recipe):
@@ -405,10 +398,8 @@ class RecipeSearch:
 
         Return 0 if no bound is known: without a pipeline, or before the same recipe without one was considered.
         """
-        pipeline, arithmetic = (
-            pipeline_recipes.pipeline_of(recipe),
-            self.arithmetic.get(pipeline_recipes.without_pipeline(recipe)),
-        )
+        pipeline = pipeline_recipes.pipeline_of(recipe)
+        arithmetic = self.arithmetic.get(pipeline_recipes.without_pipeline(recipe))
         if pipeline is None or arithmetic is None:
             return 0.0
         return arithmetic.in_stages(pipeline, self.cut)

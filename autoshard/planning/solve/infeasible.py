@@ -150,8 +150,10 @@ def _kernel_remedy(model: Model, memory_limit: int) -> list[str]:
 
 
 def _scores_of(graph: OpGraph, exponential: Op) -> Tensor | None:
-    """Return the result of a matmul with batch dims from which ops of one element each compute the operand of an
-    exponential; None if there is none. The ops may order elements anew, as those of `jax.nn.dot_product_attention` do.
+    """Return the result of a matmul with batch dims from which elementwise ops compute the operand of an exponential;
+    None if there is none.
+
+    Dims may be moved in between, as `jax.nn.dot_product_attention` does.
     """
     waiting, seen = list(exponential.operands), set[int]()
     elements = graph.tensors[exponential.results[0]].elements

@@ -24,8 +24,8 @@ from autoshard.planning import (
     shortened,
     spec_text,
 )
+from autoshard.report import figures
 from autoshard.report.display import clean, fold
-from autoshard.report.figures import WHOLE_AXES, best_baseline, fixed_lines, recipe_line, tensor_bytes
 from autoshard.report.schedule_picture import schedule_report
 from autoshard.report.terminal.explanation_report import cause_text, step_limits
 
@@ -62,7 +62,7 @@ class _Report:
         predicted = ", as predicted" if plan.compiled is not None else ""
         yield _verdict(plan)
         yield from _section("Plan", Text("\n").join(Text(f"  {clean(line)}") for line in plan.words))
-        yield from _section("Fixed beforehand", _bullets(fixed_lines(plan)))
+        yield from _section("Fixed beforehand", _bullets(figures.fixed_lines(plan)))
         yield from _section("Priced for compiler flags", _bullets(_flag_lines(plan)))
         weights = [name for name in plan.arguments if plan.is_weight(name)]
         inputs = [name for name, role in plan.roles.items() if role == "batch"]
@@ -119,7 +119,7 @@ def _verdict(plan: Plan) -> RenderableType:
     if compiled is not None and (factor := _missed(prediction.peak_bytes, used)):
         words = f", where {format_bytes(prediction.peak_bytes)} was predicted, off by a factor {factor:.1f}"
         verdict.append(words, style="not bold default")
-    recipe = Text("RECIPE", style="bold").append(f": {clean(recipe_line(plan))}", style="not bold")
+    recipe = Text("RECIPE", style="bold").append(f": {clean(figures.recipe_line(plan))}", style="not bold")
     step = Text("STEP", style="bold").append(f": {_step_words(plan)}", style="not bold")
     return Group(title, Text(), verdict, step, recipe, *([] if compiled is None else [_compiled(plan, compiled)]))
 
@@ -185,7 +185,7 @@ def _against_best(plan: Plan) -> str:
     0.05 %, and within the error of ratios of measured runs. Without a fitting baseline, or with a step time of 0, words
     replace the ratio.
     """
-    best = best_baseline(plan)
+    best = figures.best_baseline(plan)
     if best is None:
         return "no baseline fits" if plan.baselines else "no baseline to compare with"
     name, baseline = best
@@ -246,7 +246,7 @@ def _split_table(plan: Plan, title: str, names: Sequence[str], width: int) -> Re
         return None
     rows = []
     for shown, members in groups:
-        size = len(members) * tensor_bytes(plan.shapes[members[0]], plan.dtypes[members[0]])
+        size = len(members) * figures.tensor_bytes(plan.shapes[members[0]], plan.dtypes[members[0]])
         rows.append((size, shown, members))
     rows.sort(key=lambda row: -row[0])
     table = _table(title, "split shape", "a device holds", left=2)
@@ -402,8 +402,7 @@ def _meshes(plan: Plan) -> RenderableType | None:
     The first of `plan.meshes` is the chosen one. Meshes that were not solved share a line, with the least bound of
     their step times.
     """
-    others = [tried for tried in plan.meshes[1:] if not tried.unsolved]
-    unsolved = [tried for tried in plan.meshes[1:] if tried.unsolved]
+    others, unsolved = [tried for tried in plan.meshes[1:] if not tried.unsolved], figures.unsolved_meshes(plan)
     if not others and not unsolved:
         return None
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
@@ -418,12 +417,8 @@ def _meshes(plan: Plan) -> RenderableType | None:
     if len(others) > MESHES:
         body.append(Text(f"  and {len(others) - MESHES} more, none faster", style="dim"))
     if unsolved:
-        names = "; ".join(clean(tried.mesh) for tried in unsolved[:MESHES])
-        more = f" and {len(unsolved) - MESHES} more" if len(unsolved) > MESHES else ""
-        least = min((tried.bound_s or 0.0 for tried in unsolved), default=0.0)
-        words = f"  not solved, as too large: {names}{more}; known is only that they take at least "
-        body.append(Text(f"{words}{format_seconds(least)}. Name one by --mesh to solve it.", style="dim"))
-    body.append(Text(f"  {WHOLE_AXES}", style="dim"))
+        body.append(Text(f"  {clean(unsolved)}", style="dim"))
+    body.append(Text(f"  {figures.WHOLE_AXES}", style="dim"))
     return Group(*body)
 
 

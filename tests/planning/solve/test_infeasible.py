@@ -140,7 +140,7 @@ def test_scores_in_memory_are_named_with_the_kernel_that_stores_none(topology: s
 
 
 def test_scores_of_jaxs_own_attention_are_named_too() -> None:
-    """Its scores have a group dim that stands first after the matmul."""
+    """Find scores whose dims are moved between the matmul and the softmax."""
 
     def fn(q: Any, k: Any, v: Any) -> Any:
         return jnp.sum(jax.nn.dot_product_attention(jax.nn.dot_product_attention(q, k, v), k, v))
