@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost import Topology
-from autoshard.graph import OpClass, OpGraph
+from autoshard.graph import Liveness, OpClass, OpGraph, Structure
 from autoshard.planning.space.decision_model import Model, Reshard
 from autoshard.planning.xla.axis_assignments import local_elements
 from autoshard.planning.xla.table_layouts import turned_updates
@@ -28,6 +28,13 @@ FORWARD = 1.0 / 3.0
 
 NEGLIGIBLE_DEVIATIONS = 5.0
 """Standard deviations below a limit from which on the chance to exceed the limit counts as zero."""
+
+ADDRESSES = 1 << 14
+"""Bytes of a table of addresses for each kernel on TPUs.
+
+Kernels with several results and copies to on-chip memory have such tables, and the compiler places every temporary at a
+multiple of 16 KiB. Compiled programs had 0.5 to 2 tables for each kernel.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -332,3 +339,15 @@ def reserve(
             at = tenant.stop
         placed.append(home._replace(start=at, stop=home.start))
     return [each for each in placed if each.size and each.start < each.stop]
+
+
+def fixed_bytes(graph: OpGraph, structure: Structure, liveness: Liveness, topology: Topology) -> int:
+    """Return the bytes that no choice changes: buffers without a cluster, and tables of addresses where memory has
+    tiles.
+    """
+    fixed = sum(graph.tensors[t].bytes for t, _, _ in liveness.buffers if structure.cluster_of[t] < 0)
+    if not topology.traits.tiled:
+        return fixed
+    wide = (f for f in liveness.fusions if any(graph.tensors[t].elements > 1 for t in f.writes))
+    kernels = {fusion.kernel for fusion in wide}
+    return fixed + ADDRESSES * len(kernels.union(structure.heavy))

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from autoshard.cost import Calibration, Mesh
 from autoshard.graph import FactorKind, Liveness, Op, OpClass, OpGraph, Structure, is_batched, rounds_rows
+from autoshard.planning.price.device_memory import fixed_bytes
 from autoshard.planning.price.node_prices import LARGE_SHARE, NodePricer
 from autoshard.planning.price.reshard_paths import PathPrices, PathTables
 from autoshard.planning.price.sum_places import SumPlaces
@@ -41,14 +42,6 @@ from autoshard.planning.xla.axis_assignments import (
 from autoshard.planning.xla.partitioner_rules import Handling, handling, sliced_by_itself, united
 from autoshard.planning.xla.rewritten_sums import read_by_slices
 from autoshard.program import Program
-
-
-ADDRESSES = 1 << 14
-"""Bytes of a table of addresses for each kernel on TPUs.
-
-Kernels with several results and copies to on-chip memory have such tables, and the compiler places every temporary at a
-multiple of 16 KiB. Compiled programs had 0.5 to 2 tables for each kernel.
-"""
 
 
 def price(
@@ -143,13 +136,7 @@ class _Pricer(NodePricer):
             self.op_node[op] = len(self.nodes)
             self.add_heavy(self.graph.ops[op])
         copies = self.add_reshards(cluster_node)
-        fixed = sum(
-            self.graph.tensors[t].bytes for t, _, _ in self.liveness.buffers if self.structure.cluster_of[t] < 0
-        )
-        if self.mesh.topology.traits.tiled:
-            wide = (f for f in self.liveness.fusions if any(self.graph.tensors[t].elements > 1 for t in f.writes))
-            kernels = {fusion.kernel for fusion in wide}
-            fixed += ADDRESSES * len(kernels.union(self.structure.heavy))
+        fixed = fixed_bytes(self.graph, self.structure, self.liveness, self.mesh.topology)
         return Model(
             self.program, self.graph, self.structure, self.liveness, self.mesh, self.collectives, self.compute,
             self.residency, self.padding, tuple(self.nodes), tuple(self.reshards), cluster_node, self.op_node, copies,
