@@ -176,8 +176,8 @@ def _edge_costs(
 
 
 def _usage_limit(model: Decisions, memory_limit: int | None) -> int | None:
-    """Return the memory limit minus the bytes that no choice changes, at least 0; None for no limit."""
-    return None if memory_limit is None else max(0, memory_limit - model.fixed_bytes)
+    """Return the memory limit minus the bytes that no choice changes, at least 1; None for no limit."""
+    return None if memory_limit is None else max(1, memory_limit - model.fixed_bytes)
 
 
 def _weight(weights: Weights, channel: Channel) -> float:

@@ -240,6 +240,7 @@ def brute_force(model: Model, limit: int) -> float:
 )
 def test_search_finds_what_trying_everything_finds(name: str, topology: str, mesh: str, limit: int) -> None:
     model = made.model(name, topology, mesh)
+    limit += model.fixed_bytes
     best = brute_force(model, limit)
     searched = search(model, [], Limits(limit, 20.0, 0), lambda line: None)
     assert searched.best.outcome.peak_bytes <= limit
