@@ -350,12 +350,12 @@ class RecipeSearch:
 
     def _rival(self, recipe: Recipe, elements: int) -> Incumbent | None:
         """Return the incumbent that a step with this many elements must beat, with any number of axes; None while no
-        recipe was planned.
+        recipe was planned. More axes than the best plan has are not known to save time.
         """
         if self.best is None:
             return None
         best = self.best[1]
-        return Incumbent(self._beaten_by_s(recipe) * elements, sys.maxsize, best.weights, len(best.plan.mesh))
+        return Incumbent(self._beaten_by_s(recipe) * elements, sys.maxsize, best.weights, len(best.plan.mesh), 0.0)
 
     def _beaten_by_s(self, recipe: Recipe) -> float:
         """Return the seconds per element below which a recipe becomes the best; infinite without a best one.
