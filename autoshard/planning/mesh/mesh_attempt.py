@@ -245,10 +245,9 @@ class MeshAttempts:
                 pairs = f"{format_count(self.pairs(mesh))} pairs of alternatives"
                 return self._unsolved(mesh, _beaten_by_s(rival, mesh), pairs)
             if rival is not None and self._needs_admission(mesh) and not rival.admits(len(mesh.sizes)):
-                axes = len(mesh.sizes)
-                return self._unsolved(
-                    mesh, _beaten_by_s(rival, mesh), f"{axes - 1} axes save too little over {axes - 2}"
-                )
+                fewer = len(mesh.sizes) - 1
+                why = f"{fewer} axes save too little over {fewer - 1}"
+                return self._unsolved(mesh, _beaten_by_s(rival, mesh), why)
             try:
                 begun = self._priced(mesh)
             except UserError as error:
@@ -371,18 +370,18 @@ def _tried(search: WeightSearch, required: Required, rival: Incumbent | None) ->
             weighing.bound_s,
             search.rounds,
         )
-    step_s = math.inf if best is None else best.outcome.step_time_s + best.tight_s
     trial = MeshAttempt(
         search.model.mesh,
-        saved=math.inf if rival is None else rival.saved_by(step_s, len(search.model.mesh.sizes)),
         bound_s=weighing.bound_s if weighing.bound_s > 0 else None,
         best=best,
         excess=math.inf if solved is None else solved.solution.stats.get("excess", math.inf),
         weights=weighing.weights,
         unconstrained_bound_s=search.unconstrained_bound_s,
     )
-    needed = rival is None or trial.beats(rival)
-    return dataclasses.replace(trial, model=search.model, required=required) if needed else trial
+    if rival is not None and not trial.beats(rival):
+        return trial
+    saved = math.inf if rival is None else rival.saved_by(trial.step_s, len(trial.mesh.sizes))
+    return dataclasses.replace(trial, saved=saved, model=search.model, required=required)
 
 
 def unusable(reading: AnalysedProgram, mesh: Mesh) -> str:
