@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import jax
+from jax.sharding import AxisType, NamedSharding
 from rich.console import Console
 
 import autoshard
@@ -102,3 +104,36 @@ def test_names_are_whole_in_a_narrow_terminal(plan: Plan):
     with console.capture() as capture:
         console.print(difference_report(dataclasses.replace(difference(plan, plan), specs=rows)))
     assert all(name in capture.get() for name in names) and "\N{HORIZONTAL ELLIPSIS}" not in capture.get()
+
+
+def test_equal_parts_over_axes_of_other_names_are_no_difference(plan: Plan):
+    bare = dataclasses.replace(
+        plan, pins=(), regions=(), calls=(), roles={"x": "batch"}, shapes={"x": (64, 64)}, dtypes={"x": "float32"}
+    )
+    bare = dataclasses.replace(bare, prediction=dataclasses.replace(plan.prediction, collectives=()))
+
+    def row(*axes: str, **mesh: int) -> Plan:
+        return dataclasses.replace(bare, mesh=mesh, arguments={"x": Spec((axes, ()))})
+
+    def placed(plan: Plan) -> NamedSharding:
+        mesh = jax.make_mesh(tuple(plan.mesh.values()), tuple(plan.mesh), (AxisType.Auto,) * len(plan.mesh))
+        return NamedSharding(mesh, plan.arguments["x"].partition_spec())
+
+    one = row("data", data=8)
+    for other in (row("a", "b", a=4, b=2), row("b", "a", a=4, b=2), row("a", a=4, b=2), row("b", a=4, b=2)):
+        # jax.sharding says which device holds which part.
+        equal = placed(one).is_equivalent_to(placed(other), 2)
+        found = difference(one, other)
+        assert (found.renamed, len(found.specs)) == ((1, 0) if equal else (0, 1))
+    assert difference(row("b", a=4, b=2), row("c", "d", a=4, c=1, d=2)).renamed == 1
+
+
+def test_axes_of_another_size_have_it_and_states_follow_their_arguments(plan: Plan):
+    rows = [("w", "8/data=4 x 8", "8/data=2 x 8"), ("opt.mu.w", "8/data=4 x 8", "8/data=2 x 8"), ("mu.w", "8", "8/a")]
+    text = shown(dataclasses.replace(difference(plan, plan), specs=tuple(rows)))
+    assert "and 1 of optimizer state, which follow these" in text and "opt.mu.w" not in text and "mu.w 8 -> 8/a" in text
+    (one, size), (two, other) = plan.mesh.items()
+    turned = dataclasses.replace(plan, mesh={one: other, two: size})
+    found = difference(plan, turned)
+    assert size != other and found.specs
+    assert all(f"{one}={size}" in a or f"{two}={other}" in a for _, a, _ in found.specs)

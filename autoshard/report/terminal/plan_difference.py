@@ -2,8 +2,10 @@
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
-from typing import Any
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from operator import mul
+from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -18,7 +20,9 @@ from autoshard.report.display import clean, readable
 FIGURES = ("step_time_s", "compute_s", "hidden_comm_s", "exposed_comm_s", "peak_bytes", "mfu", "fits")
 """Fields of `Prediction` that are compared."""
 SHOWN = 40
-"""Most rows that each table of the report lists; the rest is counted."""
+"""Most arguments and rows of communication that the report lists; the rest is counted."""
+INSIDE = 12
+"""Most rows of values inside of the step that the report lists. `--json` has all of them."""
 
 
 FREE = "not pinned"
@@ -60,9 +64,15 @@ class PlanChange:
     settings: tuple[tuple[str, str, str], ...]
     """Differing inputs: program, topology, mesh, memory limit."""
     specs: tuple[tuple[str, str, str], ...]
-    """Differing specs of common arguments as (argument, spec in the first, spec in the second)."""
+    """Differing specs of common arguments as (argument, spec in the first, spec in the second).
+
+    Specs are equal if every device, counted along the mesh, holds the same part: `*/data` of data=8 and `*/data/model`
+    of data=4, model=2.
+    """
     shared: int
     """Number of arguments that both plans have."""
+    renamed: int
+    """Number of arguments whose equal specs have other axes in the two plans."""
     only_first: tuple[str, ...]
     """Names of arguments that only the first plan has."""
     only_second: tuple[str, ...]
@@ -100,15 +110,18 @@ def difference(first: Plan, second: Plan) -> PlanChange:
     ):
         if a != b:
             settings.append((name, a, b))
+    equal = {name for name in both if len({_placed(each.arguments[name], each) for each in (first, second)}) == 1}
+    labels, other_labels = _labels(first, second), _labels(second, first)
     return PlanChange(
         figures=tuple((key, getattr(first.prediction, key), getattr(second.prediction, key)) for key in FIGURES),
         settings=tuple(settings),
         specs=tuple(
-            (name, _argument(first, name), _argument(second, name))
+            (name, _argument(first, name, labels), _argument(second, name, other_labels))
             for name in both
-            if first.arguments[name] != second.arguments[name]
+            if name not in equal
         ),
         shared=len(both),
+        renamed=sum(first.arguments[name] != second.arguments[name] for name in equal),
         only_first=tuple(name for name in first.arguments if name not in second.arguments),
         only_second=tuple(name for name in second.arguments if name not in first.arguments),
         inside=tuple(_inside(first, second)),
@@ -126,9 +139,41 @@ def _state(first: Plan, second: Plan) -> StateReshard | None:
     return state if any(state.received_bytes) else None
 
 
-def _argument(plan: Plan, name: str) -> str:
+def _placed(spec: Spec, plan: Plan) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Return for each dim the `_steps` of its axes: equal for two specs if each device holds the same part by both."""
+    return tuple(_steps(axes, plan.mesh) for axes in spec.dims)
+
+
+def _steps(axes: Sequence[str], mesh: Mapping[str, int]) -> tuple[tuple[int, int], ...]:
+    """Return (number of parts, devices from one part to the next) of axes, outer first; neighbours are joined.
+
+    Devices are counted with the last axis of the mesh fastest. In data=4, model=2 the axis data gives ((4, 2),); both
+    axes give ((8, 1),), as data=8 does.
+    """
+    strides = dict(zip(mesh, [*accumulate(reversed([*mesh.values()][1:]), mul, initial=1)][::-1], strict=True))
+    steps: list[tuple[int, int]] = []
+    for axis in axes:
+        size, stride = mesh[axis], strides[axis]
+        if size > 1 and steps and steps[-1][1] == size * stride:
+            steps[-1] = (steps[-1][0] * size, stride)
+        elif size > 1:
+            steps.append((size, stride))
+    return tuple(steps)
+
+
+def _labels(plan: Plan, other: Plan) -> dict[str, str]:
+    """Return the text for each axis of a plan: with its size, as `data=8`, where the other plan has it at another."""
+    return {axis: axis if other.mesh.get(axis, size) == size else f"{axis}={size}" for axis, size in plan.mesh.items()}
+
+
+def _labelled(spec: Spec, labels: Mapping[str, str]) -> Spec:
+    """Return a spec with the labels of its axes."""
+    return Spec(tuple(tuple(labels[axis] for axis in axes) for axes in spec.dims))
+
+
+def _argument(plan: Plan, name: str, labels: Mapping[str, str]) -> str:
     """Return the spec of an argument as text."""
-    return spec_text(plan.arguments[name], plan.shapes[name])
+    return spec_text(_labelled(plan.arguments[name], labels), plan.shapes[name])
 
 
 def _inside(first: Plan, second: Plan) -> Iterator[Inside]:
@@ -137,65 +182,93 @@ def _inside(first: Plan, second: Plan) -> Iterator[Inside]:
     Values are matched by their ops if both plans have the same program, else by their names and order.
     """
     same = first.program_fingerprint == second.program_fingerprint
-    a, b = _chosen(first, same), _chosen(second, same)
-    for key in sorted({**a, **b}, key=lambda key: a[key][0] if key in a else b[key][0]):
-        one, other = (" then ".join(side[key][2]) if key in side else FREE for side in (a, b))
-        if one != other:
-            yield Inside((a.get(key) or b[key])[1], one, other)
+    a, b = _chosen(first, same, _labels(first, second)), _chosen(second, same, _labels(second, first))
+    for key in sorted({**a, **b}, key=lambda key: a[key].place if key in a else b[key].place):
+        if key not in a or key not in b or a[key].placed != b[key].placed:
+            one, other = (" then ".join(side[key].specs) if key in side else FREE for side in (a, b))
+            yield Inside((a.get(key) or b[key]).name, one, other)
 
 
-def _chosen(plan: Plan, by_op: bool) -> dict[Hashable, tuple[tuple[int, ...], str, list[str]]]:
-    """Return the plan's choices inside of the step: position in the program, name, and specs in order.
+class ChoiceInside(NamedTuple):
+    """A plan's choice at one place inside of the step."""
+
+    place: tuple[int, ...]
+    """Position in the program."""
+    name: str
+    """Source name, followed by the consuming op if the choice is that of a use."""
+    specs: list[str]
+    """Specs as text, in order."""
+    placed: list[Hashable]
+    """The same specs as parts of devices, equal for equal parts."""
+
+
+def _chosen(plan: Plan, by_op: bool, labels: Mapping[str, str]) -> dict[Hashable, ChoiceInside]:
+    """Return the plan's choices inside of the step, with these labels of axes.
 
     The key of a choice is its position with `by_op`, else its name and its number among equal names.
     """
-    choices: dict[Hashable, tuple[tuple[int, ...], str, list[str]]] = {}
+    choices: dict[Hashable, ChoiceInside] = {}
     seen: dict[str, int] = defaultdict(int)
     numbers: dict[Hashable, str] = {}
 
-    def add(place: tuple[int, ...], name: str, spec: str) -> None:
+    def add(place: tuple[int, ...], name: str, spec: str, placed: Hashable) -> None:
         """Add a spec to the choice at a position, and number its name at the first one."""
         if place not in numbers:
             numbers[place] = f"{name} {seen[name]}"
             seen[name] += 1
         key: Hashable = place if by_op else numbers[place]
-        choices.setdefault(key, (place, name, []))[2].append(spec)
+        choice = choices.setdefault(key, ChoiceInside(place, name, [], []))
+        choice.specs.append(spec)
+        choice.placed.append(placed)
 
     for pin in plan.pins:
         use = "" if pin.operand is None else f" as op {pin.operand[0]} takes it"
         place = (pin.op, pin.index, *(pin.operand or ()))
-        add(place, f"{readable(pin.name) or f'op {pin.op}'}{use}", spec_text(pin.spec))
+        name = f"{readable(pin.name) or f'op {pin.op}'}{use}"
+        add(place, name, spec_text(_labelled(pin.spec, labels)), _placed(pin.spec, plan))
     for region in plan.regions:
-        add((region.op, -1, 0), f"{readable(region.name) or f'op {region.op}'} in space", _sides(region))
+        name = f"{readable(region.name) or f'op {region.op}'} in space"
+        add((region.op, -1, 0), name, _sides(region, labels), _placed_sides(region, plan))
     for call in plan.calls:
-        add((call.op, -1, 1), f"call of {call.name}", _sides(call))
+        add((call.op, -1, 1), f"call of {call.name}", _sides(call, labels), _placed_sides(call, plan))
     return choices
 
 
-def _sides(op: Any) -> str:
+def _placed_sides(op: Any, plan: Plan) -> Hashable:
+    """Return the `_placed` specs of an op's operands and results on shards, and the steps of the axes of its sum."""
+    sides = (tuple(_placed(spec, plan) for spec in specs) for specs in (op.operands, op.results))
+    return *sides, _steps(op.summed, plan.mesh)
+
+
+def _sides(op: Any, labels: Mapping[str, str]) -> str:
     """Return the specs of an op's operands and results on shards: `(a, b) -> (c) summed over x`."""
 
     def listed(specs: tuple[Spec, ...]) -> str:
         """Return specs as text."""
-        return ", ".join(spec_text(spec) for spec in specs)
+        return ", ".join(spec_text(_labelled(spec, labels)) for spec in specs)
 
-    summed = f" summed over {', '.join(axis_words(op.summed))}" if op.summed else ""
+    summed = f" summed over {', '.join(axis_words([labels[axis] for axis in op.summed]))}" if op.summed else ""
     return f"({listed(op.operands)}) -> ({listed(op.results)}){summed}"
 
 
 def _collectives(first: Plan, second: Plan) -> tuple[tuple[str, str, Sent, Sent], ...]:
     """Return (kind, axes, first, second) of the differing communication, the largest difference in seconds first."""
     a, b = _sent(first), _sent(second)
-    rows = [(*key, a.get(key, Sent()), b.get(key, Sent())) for key in dict.fromkeys([*a, *b])]
+    axes = {
+        (each.kind, _steps(each.axes, plan.mesh)): ", ".join(axis_words([labels[axis] for axis in each.axes]))
+        for plan, labels in ((second, _labels(second, first)), (first, _labels(first, second)))
+        for each in plan.prediction.collectives
+    }
+    rows = [(key[0], axes[key], a.get(key, Sent()), b.get(key, Sent())) for key in dict.fromkeys([*a, *b])]
     differing = [row for row in rows if row[2] != row[3]]
     return tuple(sorted(differing, key=lambda row: (-abs(row[2].seconds - row[3].seconds), row[0], row[1])))
 
 
-def _sent(plan: Plan) -> dict[tuple[str, str], Sent]:
-    """Return the communication of a plan in one step by kind and axes."""
-    sent: dict[tuple[str, str], Sent] = {}
+def _sent(plan: Plan) -> dict[tuple[str, tuple[tuple[int, int], ...]], Sent]:
+    """Return the communication of a plan in one step by kind and the steps of its axes."""
+    sent: dict[tuple[str, tuple[tuple[int, int], ...]], Sent] = {}
     for each in plan.prediction.collectives:
-        key = (each.kind, ", ".join(axis_words(each.axes)))
+        key = (each.kind, _steps(each.axes, plan.mesh))
         old = sent.get(key, Sent())
         sent[key] = Sent(
             old.count + each.count,
@@ -238,6 +311,7 @@ def difference_figures(found: PlanChange) -> dict[str, Any]:
         "settings": {name: {"first": a, "second": b} for name, a, b in found.settings},
         "specs": {name: {"first": a, "second": b} for name, a, b in found.specs},
         "shared": found.shared,
+        "renamed": found.renamed,
         "only_first": list(found.only_first),
         "only_second": list(found.only_second),
         "inside": [dataclasses.asdict(each) for each in found.inside],
@@ -261,21 +335,38 @@ def difference_report(found: PlanChange) -> RenderableType:
         figures.add_row(figure_name(key), figure_text(key, a), figure_text(key, b), Text(ratio, style="dim"))
     for name, a, b in found.settings:
         figures.add_row(Text(name, style="yellow"), Text(clean(a, 30)), Text(clean(b, 30)), "")
-    specs = _rows()
-    for name, a, b in found.specs[:SHOWN]:
+    specs, own = _rows(), _without_followers(found.specs)
+    for name, a, b in own[:SHOWN]:
         specs.add_row(Text(clean(name, 44)), Text(a), Text(f"-> {b}"))
     count = f"{len(found.specs)} of {found.shared} common arguments are split differently"
     only = [(len(found.only_first), "first"), (len(found.only_second), "second")]
     only_text = "".join(f"; {n} {'is' if n == 1 else 'are'} only in the {which}" for n, which in only if n)
     parts: list[RenderableType] = [figures, Text(), Text(f"{count}{only_text}.", style="bold"), specs]
-    if len(found.specs) > SHOWN:
-        parts.append(Text(f"  and {len(found.specs) - SHOWN} more", style="dim"))
+    if len(own) > SHOWN:
+        parts.append(Text(f"  and {len(own) - SHOWN} more", style="dim"))
+    if followers := len(found.specs) - len(own):
+        parts.append(Text(f"  and {followers} of optimizer state, which follow these", style="dim"))
+    if found.renamed:
+        same = f"{found.renamed} are split into the same parts over axes of other names."
+        parts.append(Text(same, style="dim"))
     parts += _inside_parts(found)
     parts += _collective_parts(found)
     parts += _state_parts(found.state)
     if found.is_empty:
         parts += [Text(), Text("The two plans are the same.", style="bold")]
     return Group(*parts)
+
+
+def _without_followers(specs: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+    """Return the rows but for those whose name ends with that of another row with the same specs: optimizer state."""
+    rows = set(specs)
+
+    def follows(row: tuple[str, str, str]) -> bool:
+        """Return True if a part of the name after a dot is the name of a row with the same specs."""
+        parts = row[0].split(".")
+        return any((".".join(parts[first:]), row[1], row[2]) in rows for first in range(1, len(parts)))
+
+    return [row for row in specs if not follows(row)]
 
 
 def _rows() -> Table:
@@ -296,7 +387,7 @@ def _inside_parts(found: PlanChange) -> list[RenderableType]:
     for each in found.inside:
         rows[shared[each.name], each.first, each.second] += 1
     table = _rows()
-    for (name, a, b), count in [*rows.items()][:SHOWN]:
+    for (name, a, b), count in [*rows.items()][:INSIDE]:
         times = f"{count} of " if count > 1 else ""
         table.add_row(Text(f"{times}{clean(name, 44)}"), Text(a), Text(f"-> {b}"))
     parts: list[RenderableType] = [
@@ -304,8 +395,8 @@ def _inside_parts(found: PlanChange) -> list[RenderableType]:
         Text(f"{len(found.inside)} values inside the step have other specs.", style="bold"),
         table,
     ]
-    if len(rows) > SHOWN:
-        parts.append(Text(f"  and {len(rows) - SHOWN} more", style="dim"))
+    if len(rows) > INSIDE:
+        parts.append(Text(f"  and {len(rows) - INSIDE} more", style="dim"))
     return parts
 
 
