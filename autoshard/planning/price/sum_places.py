@@ -13,7 +13,7 @@ from autoshard.planning.price.reshard_paths import PathPrices
 from autoshard.planning.space.decision_model import EXPOSED, Channel, Path, Reshard
 from autoshard.planning.space.op_strategies import result_states
 from autoshard.planning.space.overlap import Overlap
-from autoshard.planning.xla.axis_assignments import PARTIAL, WHOLE, Seconds, States, distinct, local_elements
+from autoshard.planning.xla.axis_assignments import PARTIAL, WHOLE, Seconds, States, distinct, local_elements, relabel
 from autoshard.planning.xla.rewritten_sums import added_sums
 from autoshard.planning.xla.sums_after_loops import sums_after_loops
 
@@ -25,7 +25,7 @@ class SumPlaces:
         """Find the sums that leave a loop or join others, if the compiler moves any; `prices` are those of the mesh's
         paths.
         """
-        self.graph, self.prices, self.axes = graph, prices, collectives.mesh.sizes
+        self.graph, self.structure, self.prices, self.axes = graph, structure, prices, collectives.mesh.sizes
         self.traits = collectives.mesh.topology.traits
         self.after = sums_after_loops(graph, structure) if self.traits.sums_after_loops else {}
         self.joined = added_sums(graph, structure) if self.traits.adds_before_sums else {}
@@ -58,25 +58,30 @@ class SumPlaces:
     def apart(
         self, ops: tuple[int, int], ends: Sequence[tuple[int, States]], shared: Callable[[Path], Path]
     ) -> Iterator[Reshard]:
-        """Yield the sum of a matmul's result where it does not join that of another, priced as a whole sum; if any.
+        """Yield the sum of an op's result where it does not join that of another, priced as a whole sum; if any.
 
         It joins, and costs nothing, if both strategies leave equal states.
 
-        - `ops`: the two matmuls.
+        - `ops`: the two ops.
         - `ends`: node and strategies of each.
         - `shared`: returns the first path that equals another, whose tables repeated layers share.
         """
         op = self.graph.ops[ops[0]]
         record = self.graph.tensors[op.results[0]]
-        results = (result_states(self.graph.ops[each], states, 0) for each, (_, states) in zip(ops, ends, strict=True))
+        results = [result_states(self.graph.ops[each], states, 0) for each, (_, states) in zip(ops, ends, strict=True)]
         (own, rows), (other, columns) = ((states[first], at) for states in results for first, at in [distinct(states)])
+        # One of the results may be transposed, so their dims are compared by the factors of their common cluster.
+        first, last = (
+            relabel(np.maximum(each, PARTIAL), self.structure.dims_of[self.graph.ops[op].results[0]])
+            for each, op in zip((own, other), ops, strict=True)
+        )
         widened = self.prices.collectives.widen_dtype(record.dtype) != record.dtype
         sizes = record.itemsize, 4 if widened else record.itemsize
         path = shared(Path(record.shape, own, own, record.shape, own, np.full_like(other, WHOLE), *sizes))
         nodes = ends[0][0], ends[1][0]
         trips = self.graph.trips(op.loop)
         each = Reshard(*nodes, record.id, op.id, op.loop, trips, Overlap.NONE, rows, columns, {}, None, path)
-        alike = (np.maximum(own, PARTIAL)[:, None, :] == np.maximum(other, PARTIAL)[None, :, :]).all(axis=2)
+        alike = (first[:, None, :] == last[None, :, :]).all(axis=2)
         runs: NDArray[np.bool_] = ~alike & np.any(own <= PARTIAL, axis=1, keepdims=True)
         costs = self._at_pairs(self._seconds(each, op.loop), runs)
         if costs:

@@ -6,12 +6,16 @@ from autoshard.graph import OpGraph, Structure
 from autoshard.planning.xla.sums_after_loops import only_user
 
 
+ADDED = ("dot_general", "scatter")
+"""Kinds of ops whose partial results XLA adds before it sums them. A tied table has the gradient of both kinds."""
+
+
 def added_sums(graph: OpGraph, structure: Structure) -> Mapping[int, int]:
-    """Return by matmul the last matmul of the same addition, whose sum over devices stands for the sums of all.
+    """Return by matmul or scatter the last op of the same addition, whose sum over devices stands for the sums of all.
 
     XLA adds the partial results and then sums once (`AllReduceReassociate`, `ReduceScatterReassociate`). An example is
     the gradient of a value that several weights multiply. Only additions may read the results, and all of them have
-    one spec. The last matmul itself is left out.
+    one spec. The last op itself is left out.
 
     Evidence: docs/compiler_behaviour.md, "Sums that are added".
     """
@@ -22,11 +26,14 @@ def added_sums(graph: OpGraph, structure: Structure) -> Mapping[int, int]:
             continue
         added: list[int] = []
         for tensor in op.operands:
-            maker, user = graph.maker(tensor), only_user(graph, tensor)
+            user, maker = only_user(graph, tensor), graph.maker(tensor)
+            # XLA makes one matmul of a product and its transpose.
+            while maker is not None and maker.kind == "transpose" and only_user(graph, maker.operands[0]):
+                maker = graph.maker(maker.operands[0])
             alike = structure.cluster_of[tensor] == structure.cluster_of[op.results[0]] >= 0
             if maker is None or user is None or maker.loop != op.loop or not alike:
                 break
-            parts = (maker.id,) if maker.kind == "dot_general" else leaves.get(maker.id, ())
+            parts = (maker.id,) if maker.kind in ADDED else leaves.get(maker.id, ())
             if not parts:
                 break
             added += parts
