@@ -40,7 +40,7 @@ from autoshard.planning.xla.axis_assignments import (
     relabel,
 )
 from autoshard.planning.xla.partitioner_rules import Handling, handling, sliced_by_itself, united
-from autoshard.planning.xla.rewritten_sums import read_by_slices
+from autoshard.planning.xla.rewritten_sums import summed_whole
 from autoshard.program import Program
 
 
@@ -371,7 +371,7 @@ class _Pricer(NodePricer):
         reduce_itemsize = 4 if in_float32 else itemsize
         ends = (held[first], way.passed_dims[first], tuple(way.factors), states[first], aim[first_aim])
         is_tpu, at_result = self.mesh.topology.traits.joins_sums, self.nodes[source].kind == "op"
-        whole_sums = is_tpu and at_result and read_by_slices(self.graph, use.tensor)
+        whole_sums = summed_whole(self.graph, use.tensor) if is_tpu and at_result else ()
         path = self.shared(Path(record.shape, *ends, itemsize, reduce_itemsize, collected, way.stacked, whole_sums))
         apart = None
         if narrow is not None:

@@ -128,7 +128,8 @@ class PathPrices:
         shares = np.stack([self._hidden(overlap, kind) for kind in KINDS], axis=1)
         rules = self._rules
         if path.whole_sums:
-            rules = rules._replace(scattering=np.full_like(rules.scattering, AS_SUM))
+            replaced = np.isin(rules.scattering, [list(Emitted).index(form) for form in path.whole_sums])
+            rules = rules._replace(scattering=np.where(replaced, AS_SUM, rules.scattering))
         charge_pairs(rules, shares, links, early, ends, sizes, first_row // height, tables, first)
         names, order = list(self._links), np.argsort(first).tolist()
         priced = {names[k]: tables[k] for k in order if first[k] < np.iinfo(np.int64).max}

@@ -14,7 +14,7 @@ from autoshard.planning.space.decision_model import EXPOSED, Channel, Path, Resh
 from autoshard.planning.space.op_strategies import result_states
 from autoshard.planning.space.overlap import Overlap
 from autoshard.planning.xla.axis_assignments import PARTIAL, WHOLE, Seconds, States, distinct, local_elements, relabel
-from autoshard.planning.xla.rewritten_sums import added_sums
+from autoshard.planning.xla.rewritten_sums import ADDED, added_sums
 from autoshard.planning.xla.sums_after_loops import sums_after_loops
 
 
@@ -28,7 +28,9 @@ class SumPlaces:
         self.graph, self.structure, self.prices, self.axes = graph, structure, prices, collectives.mesh.sizes
         self.traits = collectives.mesh.topology.traits
         self.after = sums_after_loops(graph, structure) if self.traits.sums_after_loops else {}
-        self.joined = added_sums(graph, structure) if self.traits.adds_before_sums else {}
+        # The sum of a scatter is never staged over several axes, that of a matmul may be.
+        alike = ADDED if not self.traits.stages or sum(size > 1 for size in self.axes) < 2 else ADDED[:1]
+        self.joined = added_sums(graph, structure, alike) if self.traits.adds_before_sums else {}
         self._masked: dict[tuple[object, ...], tuple[Seconds, Seconds]] = {}
         self._exposed: dict[int, tuple[object, dict[str, Seconds]]] = {}
 

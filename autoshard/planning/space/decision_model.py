@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from autoshard.cost import Chip, Collectives, Compute, Mesh, links
 from autoshard.graph import Liveness, Loop, OpClass, OpGraph, Structure
 from autoshard.planning.xla.array_layouts import Padding
-from autoshard.planning.xla.axis_assignments import Seconds, States
+from autoshard.planning.xla.axis_assignments import Emitted, Seconds, States
 from autoshard.planning.xla.spatial_splits import Inner
 from autoshard.planning.xla.sums_after_loops import adds_up
 from autoshard.program import Program
@@ -296,8 +296,8 @@ class Path:
     """True if partial results are gathered and combined, not summed."""
     stacked: bool = False
     """True if partial results are matrices in a stack whose dims keep their order, as filters of a convolution are."""
-    whole_sums: bool = False
-    """True if a sum whose result is split is an all-reduce and a slice."""
+    whole_sums: tuple[Emitted, ...] = ()
+    """Forms in place of which a sum whose result is split is an all-reduce and a slice."""
 
     def contents(self) -> tuple[object, ...]:
         """Return a key that is equal for equal paths."""

@@ -100,29 +100,53 @@ def _outer_dims(graph: OpGraph) -> Mapping[int, tuple[int, ...]]:
 
 
 def _in_order(graph: OpGraph) -> frozenset[int]:
-    """Return the stacks of matrices that grouped kernels consume or compute, without arguments.
+    """Return what kernels read and write, and the stacks of it, without arguments.
 
-    Parameters have layouts of their own. A loop carries the property on to its other tensors.
+    Kernels are Pallas calls, and those of grouped rows for their matrices alone. Parameters have layouts of their own.
+    A loop carries the property on to its other tensors.
+
+    Evidence: docs/compiler_behaviour.md, "Operands of Pallas kernels in memory".
     """
-    stacks: set[int] = set()
+    ordered: set[int] = set()
     for op in graph.ops:
         if op.kind == GROUPED:
-            maker = graph.maker(op.operands[1])
-            while maker is not None and maker.kind in _ALONG:
-                maker = graph.maker(maker.operands[0])
-            if maker is not None and maker.op_class is OpClass.LAYER:
-                stacks.add(maker.operands[0])
+            ordered |= _stacks_read(graph, op.operands[1])
         elif op.kind == GROUPED_GRADIENT:
-            last = graph.users[op.results[0]]
-            while len(last) == 1 and last[0].kind in _ALONG:
-                last = graph.users[last[0].results[0]]
-            stacks |= {t for user in last if user.op_class is OpClass.LAYER for t in (user.operands[0], *user.results)}
-    for loop in graph.loops:
-        for carry in loop.carries:
-            parts = {carry.init, carry.body, carry.update, carry.result}
-            if parts & stacks:
-                stacks |= parts
-    return frozenset(stacks - set(graph.arguments))
+            ordered |= _stacks_written(graph, op.results[0])
+        elif op.kind == "custom_call":
+            ordered.update(op.operands, op.results)
+            for tensor in op.operands:
+                ordered |= _stacks_read(graph, tensor)
+            for tensor in op.results:
+                ordered |= _stacks_written(graph, tensor)
+    count = -1
+    while count < len(ordered):
+        count = len(ordered)
+        for loop in graph.loops:
+            for carry in loop.carries:
+                parts = {carry.init, carry.body, carry.update, carry.result}
+                if parts & ordered:
+                    ordered |= parts
+    return frozenset(ordered - set(graph.arguments))
+
+
+def _stacks_read(graph: OpGraph, tensor: int) -> set[int]:
+    """Return the stack of which a tensor is a slice, in its order of dims; nothing if there is none."""
+    maker = graph.maker(tensor)
+    while maker is not None and maker.kind in _ALONG:
+        maker = graph.maker(maker.operands[0])
+    return {maker.operands[0]} if maker is not None and maker.op_class is OpClass.LAYER else set()
+
+
+def _stacks_written(graph: OpGraph, tensor: int) -> set[int]:
+    """Return the stacks to which a tensor is written, in its order of dims, and their next values."""
+    found = set[int]()
+    for user in graph.users[tensor]:
+        if user.op_class is OpClass.LAYER:
+            found.update((user.operands[0], *user.results))
+        elif user.kind in _ALONG:
+            found |= _stacks_written(graph, user.results[0])
+    return found
 
 
 _ALONG = frozenset({"convert", "reshape", "broadcast_in_dim", "sharding_constraint"})

@@ -221,7 +221,7 @@ def waves(
     reduce_itemsize: int,
     collectives: Collectives,
     stacked: bool = False,
-    whole_sums: bool = False,
+    whole_sums: Collection[Emitted] = (),
 ) -> list[Wave]:
     """Return the collectives of XLA's partitioner that reshard a tensor from each source to each target state.
 
@@ -247,7 +247,7 @@ def waves(
     - `reduce_itemsize`: bytes of an element where partial sums are reduced.
     - `collectives`: prices of the collectives on the mesh.
     - `stacked`: True if partial results are stacks of matrices (`Path.stacked`).
-    - `whole_sums`: True if no sum becomes a reduce-scatter.
+    - `whole_sums`: forms in place of which a sum is an all-reduce and a slice.
     """
     axis_sizes = collectives.mesh.sizes
     count = len(axis_sizes)
@@ -257,7 +257,8 @@ def waves(
     f, t = source[:, None, :], target[None, :, :]
     group_axes = [members(bits) for bits in range(1 << count)]
     parts = np.array([math.prod(axis_sizes[a] for a in axes) for axes in group_axes], dtype=np.float64)
-    scattering = [Emitted.SUM if whole_sums else emitted(collectives, axes) for axes in group_axes]
+    scattering = [emitted(collectives, axes) for axes in group_axes]
+    scattering = [Emitted.SUM if form in whole_sums else form for form in scattering]
     gathers = [emitted_gather(collectives, axes) for axes in group_axes]
     gathering, limits = [form for form, _ in gathers], np.array([limit for _, limit in gathers])
     emitted_waves: list[Wave] = []

@@ -1,8 +1,9 @@
 """Sums over devices that XLA joins because only additions read them, or leaves whole because only slices do."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from autoshard.graph import OpGraph, Structure
+from autoshard.planning.xla.axis_assignments import Emitted
 from autoshard.planning.xla.sums_after_loops import only_user
 
 
@@ -10,12 +11,14 @@ ADDED = ("dot_general", "scatter")
 """Kinds of ops whose partial results XLA adds before it sums them. A tied table has the gradient of both kinds."""
 
 
-def added_sums(graph: OpGraph, structure: Structure) -> Mapping[int, int]:
+def added_sums(graph: OpGraph, structure: Structure, kinds: Collection[str] = ADDED) -> Mapping[int, int]:
     """Return by matmul or scatter the last op of the same addition, whose sum over devices stands for the sums of all.
 
     XLA adds the partial results and then sums once (`AllReduceReassociate`, `ReduceScatterReassociate`). An example is
     the gradient of a value that several weights multiply. Only additions may read the results, and all of them have
     one spec. The last op itself is left out.
+
+    - `kinds`: kinds of ops whose sums are alike.
 
     Evidence: docs/compiler_behaviour.md, "Sums that are added".
     """
@@ -33,7 +36,7 @@ def added_sums(graph: OpGraph, structure: Structure) -> Mapping[int, int]:
             alike = structure.cluster_of[tensor] == structure.cluster_of[op.results[0]] >= 0
             if maker is None or user is None or maker.loop != op.loop or not alike:
                 break
-            parts = (maker.id,) if maker.kind in ADDED else leaves.get(maker.id, ())
+            parts = (maker.id,) if maker.kind in kinds else leaves.get(maker.id, ())
             if not parts:
                 break
             added += parts
@@ -44,13 +47,15 @@ def added_sums(graph: OpGraph, structure: Structure) -> Mapping[int, int]:
     return {op: last for op, last in found.items() if {op, last} <= set(structure.heavy)}
 
 
-def read_by_slices(graph: OpGraph, tensor: int) -> bool:
-    """Return True if only slices read a tensor.
+def summed_whole(graph: OpGraph, tensor: int) -> tuple[Emitted, ...]:
+    """Return the forms in place of which TPU compilers sum an op's whole result and take a slice of it.
 
-    The slice of an all-reduce that would make it a reduce-scatter then becomes one with the slices of the program. TPU
-    compilers make a reduce-scatter of an all-reduce and a slice of the shard alone, and so they leave the all-reduce.
+    If only slices read the tensor, the slice of an all-reduce becomes one with them, and the sum is no reduce-scatter.
+    A scatter is summed by one all-reduce over all axes at once, however its result is pinned.
 
     Evidence: docs/compiler_behaviour.md, "Sums that are sliced".
     """
-    users = graph.users[tensor]
-    return bool(users) and tensor not in graph.returned and all(user.kind == "slice" for user in users)
+    users, maker = graph.users[tensor], graph.maker(tensor)
+    if users and tensor not in graph.returned and all(user.kind == "slice" for user in users):
+        return Emitted.SCATTER, Emitted.STAGED
+    return (Emitted.STAGED,) if maker is not None and maker.kind == "scatter" else ()

@@ -1,5 +1,7 @@
 """Arrays that need more bytes than their elements, since registers have 128 lanes and 8 rows."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -8,10 +10,12 @@ import numpy as np
 import pytest
 
 from autoshard.cost import Topology, make_mesh, tile_padding
+from autoshard.exec import compile_figures, compile_plan
+from autoshard.planning import Options, make_plan
 from autoshard.planning.price.analysed_program import analyse_program, build_model
 from autoshard.planning.price.evaluate import evaluate
 from autoshard.planning.space.decision_model import Model
-from autoshard.program import DecoderDims, decoder_program, trace
+from autoshard.program import DecoderDims, decoder_program, open_source, trace
 from tests.graph.programs import f32
 
 
@@ -95,6 +99,21 @@ def test_stacks_of_matrices_that_kernels_take_lie_in_order() -> None:
 
 
 STEPS, HEADS, WIDTH = 256, 4, 64
+
+
+@pytest.mark.heavy
+def test_what_attention_kernels_take_lies_in_order(tmp_path: Path) -> None:
+    """Foresee a step whose layers keep queries, keys and values of heads of 64, each in twice its bytes."""
+    sizes = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8, "num_hidden_layers": 6}
+    config = {"model_type": "llama", "vocab_size": 1024, "num_key_value_heads": 8, "max_position_embeddings": 1024}
+    file = tmp_path / "heads.json"
+    file.write_text(json.dumps(config | sizes))
+    program = open_source(f"hf:{file}", train=True, batch=64, seq=1024, attention="splash")
+    plan = make_plan(program, Options(topology="v5e:2x4", mesh="data=8")).plan
+    compiled = compile_figures(compile_plan(program, plan, 300.0, quick=True))["peak_bytes"]["reserved"]
+    assert plan.prediction.peak_bytes == pytest.approx(compiled, rel=0.05)
+    # Each layer keeps queries, keys, values and the kernel's result, of which half is padding.
+    assert 4 * 6 * 8 * 1024 * 512 * 2 > 0.1 * compiled
 
 
 def recurrence(width: int) -> tuple[Any, tuple[Any, ...]]:
