@@ -123,10 +123,10 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
     )
     group.add_argument(
         "--pad",
-        type=padding,
+        type=chosen(padding),
         metavar="N",
         help="with --train: add zeros until N divides the vocabulary, or vocabulary=128,heads=8,width=256, so that "
-        "more devices can split them; loss and updates stay the same",
+        "more devices can split them; loss and updates stay the same" + best,
     )
     group.add_argument(
         "--loss-chunks",
@@ -137,9 +137,9 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
     )
     group.add_argument(
         "--quantize",
-        choices=("int8", "fp8", "none"),
+        choices=("int8", "fp8", "none", *(["auto"] if auto else [])),
         help="with --train: multiply the linear layers of repeated layers in 8 bits, in both passes, with a scale for "
-        "each row; for chips that multiply these faster (default: none)",
+        "each row; for chips that multiply these faster (default: none)" + best,
     )
     group.add_argument("--serve", choices=("prefill", "decode"), help="a step of serving, with a key-value cache")
     group.add_argument("--cache", type=positive, metavar="N", help="tokens in the cache (default: --seq)")

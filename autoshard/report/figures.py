@@ -119,7 +119,8 @@ def recipe_line(plan: Plan) -> str:
     words += [f"remat {remat_words(str(options['remat']))}"] if options.get("remat") else []
     words += [f"{name} {value}" for name in ("microbatches", "host") if (value := options.get(name))]
     words += [f"LoRA {options['lora']}"] if options.get("lora") else []
-    words += [f"padded, {options['pad']}"] if options.get("pad") not in (None, "none") else []
+    padding = str(options.get("pad") or "none")
+    words += [f"padded to multiples of {padding.replace(',', ' and ')}"] if padding != "none" else []
     words += [f"loss in chunks, {options['loss_chunks']}"] if options.get("loss_chunks") else []
     words += [f"matmuls in {options['quantize']}"] if options.get("quantize") not in (None, "none") else []
     words += _found_in(plan, options)

@@ -1,7 +1,9 @@
 """Matmuls of 8 bits in training: values, gradients, what a step saves, and planned steps."""
 
+import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +16,7 @@ import autoshard
 from autoshard.errors import FormError, UserError
 from autoshard.exec import measure
 from autoshard.exports import export_plan
-from autoshard.planning import settled_options
+from autoshard.planning import settled_options, source_choices
 from autoshard.program import open_source
 from autoshard.program.hf.hf_program import from_config
 from autoshard.program.kernels.eight_bits import EightBits, dot, in_eight_bits
@@ -205,6 +207,36 @@ def test_a_chip_without_the_rate_is_refused(form: str, topology: str, refused: b
             settled_options({"quantize": form}, topology)
     else:
         assert settled_options({"quantize": form}, topology)["quantize"] == form
+
+
+@pytest.mark.parametrize(
+    ("topology", "forms"),
+    [("v5e:2x4", ["int8"]), ("v6e:2x4", ["int8"]), ("h100:8", ["fp8"]), ("v4:2x2x1", []), ("cpu:8", [])],
+)
+def test_the_forms_to_choose_from_are_those_that_the_chip_multiplies_faster(topology: str, forms: list[str]) -> None:
+    assert list(source_choices({"quantize": "auto"}, topology)["quantize"]) == ["none", *forms]
+    for form in ("int8", "fp8"):
+        if form not in forms and topology != "cpu:8":
+            with pytest.raises(UserError):
+                settled_options({"quantize": form}, topology)
+
+
+@pytest.mark.full
+def test_the_form_is_chosen_together_with_what_memory_needs(tmp_path: Path) -> None:
+    """Choose 8 bits and recomputation where no plan fits with all activations."""
+    file = tmp_path / "wide.json"
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_hidden_layers": 8}
+    file.write_text(json.dumps({"model_type": "llama", "vocab_size": 1024, "max_position_embeddings": 2048} | sizes))
+    options = {"train": True, "batch": 64, "seq": 2048, "quantize": "auto", "attention": "splash"}
+
+    def chosen(**more: Any) -> dict[str, Any]:
+        plan = autoshard.plan(f"hf:{file}", topology="v5e:2x4", mesh="data=8", program_options=options, **more)
+        assert plan.recipe is not None and plan.prediction.fits
+        return dict(plan.recipe.chosen)
+
+    assert chosen() == {"quantize": "int8"}
+    narrow = chosen(memory_limit=5 * 2**30)
+    assert narrow["quantize"] == "int8" and narrow["remat"] != "none"
 
 
 def test_exports_with_the_models_own_matmuls_are_refused_and_the_recipe_says_the_form() -> None:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from autoshard.errors import UserError
+from autoshard.errors import InfeasibleError, UserError
 from autoshard.planning.forms.export_forms import form_named
 from autoshard.planning.forms.held_recipes import check_remat
 from autoshard.planning.mesh.portfolio import PlanCandidate
@@ -69,8 +69,8 @@ def plan_any(
 def _plan_source(source: NamedSource, options: Options, running: Running) -> PlanResult:
     """Return the plan of a source: by stage, of the best recipe, or of its one program.
 
-    Recipes are searched if options of the source are open (`auto`) or the program has choices of its own. If neither
-    holds and no plan fits, the memory levers that nobody set are open too (`with_open_defaults`).
+    Recipes are searched if options of the source are open (`auto`) or the program has choices of its own. If no plan
+    fits, the memory levers that nobody set are open too (`with_open_defaults`).
     """
     if is_by_stage(source.options, options.form):
         return _plan_by_stage(source, options, running)
@@ -78,11 +78,9 @@ def _plan_source(source: NamedSource, options: Options, running: Running) -> Pla
     if source.options.get("remat") != AUTO:
         check_remat(form, source.options.get("remat"))
     own_choices = read_choices(source.text, source.entry)
-    open_choices = source_choices(source.options, options.topology)
-    plain: dict[str, Any] | None = None
-    if not open_choices and not own_choices:
-        open_choices = source_choices(with_open_defaults(source.options, options.topology), options.topology)
-        plain = {name: values[0] for name, values in open_choices.items()}
+    asked = source_choices(source.options, options.topology)
+    open_choices = source_choices(with_open_defaults(source.options, options.topology), options.topology)
+    plain = None if asked or own_choices else {name: values[0] for name, values in open_choices.items()}
 
     def make(**recipe: Any) -> Program:
         """Open the source with a recipe: values of open options join the source's options, others go to the program."""
@@ -94,9 +92,14 @@ def _plan_source(source: NamedSource, options: Options, running: Running) -> Pla
 
     if plain == {}:
         return make_plan(make(), options, running)
-    choices = {**open_choices, **own_choices}
     kind = {"of_source": not own_choices, "first_if_fits": plain is not None}
-    return plan_recipes(make, choices, options, running, **kind)[1]
+    if plain is None:
+        try:
+            return plan_recipes(make, {**asked, **own_choices}, options, running, **kind)[1]
+        except InfeasibleError:
+            if open_choices.keys() == asked.keys():
+                raise
+    return plan_recipes(make, {**open_choices, **own_choices}, options, running, **kind)[1]
 
 
 def _plan_by_stage(source: NamedSource, options: Options, running: Running) -> PlanResult:

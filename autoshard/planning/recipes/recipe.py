@@ -41,6 +41,9 @@ TIGHT = 0.8
 state on the hosts, are tried only from this share on.
 """
 
+RISKY = 0.005
+"""Least share of the step that nearly full memory is expected to add, from which on a verdict states it apart."""
+
 OTHERS = 4
 """Most values of a choice, other than the chosen one, that the plan's words name."""
 
@@ -183,7 +186,7 @@ def verdict_of(row: RecipeTried, best: RecipeTried) -> str:
     """Return the reason for which a recipe was rejected; empty for the best one.
 
     A recipe whose own verdict is empty is reported by how much slower it is than the best, per element if their batches
-    differ. A beaten one is reported by its bound.
+    differ. One whose memory may be short is also reported by its expected time. A beaten one is reported by its bound.
     """
     if row.outcome is RecipeOutcome.BEATEN and row.bound_s is not None and row.elements:
         excess = row.bound_s / row.elements / best.per_element_s - 1
@@ -192,6 +195,10 @@ def verdict_of(row: RecipeTried, best: RecipeTried) -> str:
         return row.verdict
     excess = row.per_element_s / best.per_element_s - 1
     each = "" if row.elements == best.elements else " for each element of the batch"
+    assert best.step_time_s is not None
+    foreseen = row.step_time_s / (row.elements or 1) / (best.step_time_s / (best.elements or 1)) - 1
+    if excess - foreseen > RISKY:
+        return f"{max(foreseen, 0.0):.1%} slower{each}, {excess:.1%} if memory is short"
     return f"{excess:.1%} slower{each}"
 
 

@@ -148,6 +148,9 @@ FULL = "full"
 OFFLOADED = f"{FULL},offload={INPUT}"
 """Remat policy of least memory: layers recompute everything from inputs that the hosts hold."""
 
+PADS = ("vocabulary=128", "vocabulary=128,heads=8")
+"""Padding to choose from: the lanes of a TPU's register, and the most devices that share the heads of small models."""
+
 RINGS = ("auto", "ring")
 """Attention exchanges to choose from: as the solver decides, or around a ring."""
 
@@ -210,6 +213,10 @@ def source_choices(options: Mapping[str, Any], topology: str) -> Choices:
         choices["batch"] = (*(devices * each for each in BATCHES), *halves)
     if options.get("exchange") == AUTO:
         choices["exchange"] = RINGS
+    if options.get("pad") == AUTO:
+        choices["pad"] = ("none", *PADS)
+    if options.get("quantize") == AUTO:
+        choices["quantize"] = ("none", *_faster_forms(Topology.parse(topology)))
     parts = _part_choices(options, topology)
     if parts:
         choices |= parts
@@ -256,6 +263,13 @@ def _part_choices(options: Mapping[str, Any], topology: str) -> dict[str, tuple[
                 "--microbatches, or use another batch."
             )
     return {"stages": tuple(numbers), "schedule": (None, *ways) if stages == AUTO else ways, "microbatches": counts}
+
+
+def _faster_forms(topology: Topology) -> list[str]:
+    """Return the forms of 8 bits that a chip multiplies faster than bfloat16, in a fixed order; none for CPUs."""
+    forms = [] if topology.traits.shares_machine else ["int8", "fp8"]
+    faster = [form for form in forms if topology.peak_flops(form) > topology.peak_flops("bf16")]
+    return [form for form in faster if form != "int8" or topology.traits.int8_to_floats]
 
 
 def _check_rate(topology: Topology, form: str | None) -> None:

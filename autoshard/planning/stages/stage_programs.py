@@ -66,7 +66,7 @@ def read_stages(options: Mapping[str, Any], topology: str) -> StagesAsked:
     if stages != AUTO and stages not in numbers:
         listed = ", ".join(map(str, numbers[:8]))
         raise UserError(f"{stages} stages do not divide the {devices} devices of {topology}; use {listed}.")
-    for name in ("remat", "batch", "experts", "exchange", "host"):
+    for name in ("remat", "batch", "experts", "exchange", "host", "pad", "quantize"):
         if options.get(name) == AUTO:
             raise UserError(f"--{name} {AUTO} is not chosen together with a program for each stage; say which.")
     if options.get("host") not in (None, "none"):

@@ -15,7 +15,7 @@ from autoshard.planning.price.reshard_paths import PathPrices
 from autoshard.planning.space.decision_model import Path, link_names
 from autoshard.planning.space.overlap import Overlap
 from autoshard.planning.xla import transition_kernels
-from autoshard.planning.xla.axis_assignments import PARTIAL, WHOLE, States
+from autoshard.planning.xla.axis_assignments import PARTIAL, WHOLE, Emitted, States
 
 
 MESHES = [
@@ -45,8 +45,9 @@ def random_path(rng: np.random.Generator, axes: int) -> Path:
     held = held[rng.integers(0, len(held), len(source))]
     kept = held if rng.random() < 0.5 else np.where(rng.random(held.shape) < 0.3, WHOLE, held)
     item = int(rng.choice([1, 2, 4]))
-    marks = (bool(rng.random() < 0.2) for _ in range(3))
-    return Path(factors, held, kept, factors, source, target, item, max(item, 4), *marks)
+    collected, stacked, sliced, at_once = (bool(rng.random() < 0.2) for _ in range(4))
+    whole = (Emitted.SCATTER, Emitted.STAGED) if sliced else (Emitted.STAGED,) if at_once else ()
+    return Path(factors, held, kept, factors, source, target, item, max(item, 4), collected, stacked, whole)
 
 
 @pytest.mark.parametrize(("topology", "sizes"), MESHES)
