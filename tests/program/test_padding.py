@@ -1,5 +1,6 @@
 """Models whose vocabulary, heads or widths are padded compute the steps of the models that they were."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from autoshard.exports import export_plan
 from autoshard.program import Program, open_source, parse_padding
 from autoshard.program.hf.hf_padding import PaddedSizes
 from autoshard.program.hf.hf_program import from_config
+from autoshard.report.figures import recipe_line
 
 
 QWEN3 = {"model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -110,3 +112,18 @@ def test_exports_with_code_of_the_model_itself_refuse_padding() -> None:
     plan = autoshard.plan(program, topology="cpu:8", mesh="data=4,model=2")
     with pytest.raises(FormError, match="cannot say --pad 100"):
         export_plan(plan, "dtensor", program)
+
+
+def test_padding_is_chosen_where_it_pays(tmp_path: Path) -> None:
+    """Pad an odd vocabulary that a small batch leaves whole on most devices; none of the other recipes is faster."""
+    file = tmp_path / "odd.json"
+    sizes = {"vocab_size": 50257, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    file.write_text(json.dumps({"model_type": "llama", "num_attention_heads": 4} | sizes))
+    options = {"train": True, "batch": 2, "seq": 512, "attention": "plain", "pad": "auto"}
+    plan = autoshard.plan(f"hf:{file}", topology="v5e:2x4", mesh="data=2,model=4", program_options=options)
+    assert plan.recipe is not None and str(plan.recipe.chosen["pad"]).startswith("vocabulary=128")
+    tried = {str(each["choices"]["pad"]): each["step_time_s"] for each in plan.recipe.tried}
+    assert set(tried) == {"none", "vocabulary=128", "vocabulary=128,heads=8"}
+    assert all(each is None or each >= plan.prediction.step_time_s for each in tried.values())
+    assert (tried["none"] or 0.0) > 1.05 * plan.prediction.step_time_s
+    assert "padded to multiples of vocabulary=128" in recipe_line(plan)
