@@ -27,9 +27,11 @@ from autoshard.cost.compiler_flags import flag_set as flag_set
 from autoshard.cost.compiler_flags import read_flags as read_flags
 from autoshard.cost.compiler_flags import with_flags as with_flags
 from autoshard.cost.compute import LANES as LANES
+from autoshard.cost.compute import SHARPNESS as SHARPNESS
 from autoshard.cost.compute import TILE_ROWS as TILE_ROWS
 from autoshard.cost.compute import Compute as Compute
 from autoshard.cost.compute import shard_bytes as shard_bytes
+from autoshard.cost.compute import smooth_max as smooth_max
 from autoshard.cost.compute import tile_padding as tile_padding
 from autoshard.cost.device_mesh import AUTO as AUTO
 from autoshard.cost.device_mesh import MESH_VARIABLE as MESH_VARIABLE

@@ -18,11 +18,11 @@ _BLOCK = 1024
 """Edge of a matmul's blocks in on-chip memory: three of them in bf16 fit in 8 MB."""
 _OPERAND_BYTES = {"int8": 1.0, "fp8": 1.0, "bf16": 2.0}
 """Bytes of an operand's element by class of dtype; others have four."""
-_SHARPNESS = 3.0
-"""Exponent p of a smooth roofline: two engines that share one instruction stream take `(a**p + b**p) ** (1/p)`.
+SHARPNESS = 3.0
+"""Exponent p of imperfect overlap: engines that work at once take `(a**p + b**p + ...) ** (1/p)`.
 
-The result is the longer time where one is much longer, and a quarter more where both are equal. An infinite p would be
-perfect overlap.
+The result is the longest time where one is much longer, and a quarter more for two that are equal. An infinite p would
+be perfect overlap. The same exponent is used for the units of a core and for the compute and the links of a block.
 """
 
 
@@ -279,11 +279,12 @@ def slowest_share(slices: int, spread: float) -> float:
     return 1.0 + spread * statistics.NormalDist().inv_cdf((slices - 0.375) / (slices + 0.25))
 
 
-def smooth_max(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the seconds of two engines that work at once, from the seconds of each; see `_SHARPNESS`."""
-    longer, shorter = np.maximum(a, b), np.minimum(a, b)
-    share = np.divide(shorter, longer, out=np.zeros_like(shorter), where=longer > 0)
-    return longer * (1.0 + share**_SHARPNESS) ** (1.0 / _SHARPNESS)
+def smooth_max(*engines: ArrayLike) -> NDArray[np.float64]:
+    """Return the seconds of engines that work at once, from the seconds of each; see `SHARPNESS`."""
+    times = np.array(np.broadcast_arrays(*engines), dtype=np.float64)
+    longest = times.max(axis=0)
+    shares = np.divide(times, longest, out=np.zeros_like(times), where=longest > 0)
+    return longest * (shares**SHARPNESS).sum(axis=0) ** (1.0 / SHARPNESS)
 
 
 def _filled(size: NDArray[np.float64], tile: int) -> NDArray[np.float64]:

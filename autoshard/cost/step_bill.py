@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.collectives import KINDS, Collectives, Kind, links
-from autoshard.cost.compute import Compute
+from autoshard.cost.compute import Compute, smooth_max
 from autoshard.cost.device_mesh import Mesh, make_mesh
 from autoshard.cost.topology import Topology
 
@@ -208,11 +208,11 @@ class Parts:
 
     @property
     def step_s(self) -> float:
-        """Predicted step time: exposed communication, plus the longest lane of each block."""
-        longest: dict[int, float] = collections.defaultdict(float)
+        """Predicted step time: exposed communication, plus the lanes of each block, which overlap as `smooth_max`."""
+        blocks: dict[int, list[float]] = collections.defaultdict(list)
         for (block, _), seconds in self.lanes.items():
-            longest[block] = max(longest[block], seconds)
-        return sum(self.waits.values()) + sum(longest.values())
+            blocks[block].append(seconds)
+        return sum(self.waits.values()) + sum(float(smooth_max(*lanes)) for lanes in blocks.values())
 
 
 def traffic_class(kind: str, between_slices: bool) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.collectives import Collectives, Kind
-from autoshard.cost.compute import Compute
+from autoshard.cost.compute import Compute, smooth_max
 from autoshard.cost.device_mesh import make_mesh
 from autoshard.cost.topology import Topology
 from autoshard.errors import UserError
@@ -199,7 +199,7 @@ class _Estimated:
     def estimate(self) -> StepEstimate:
         """Return the estimate of time, memory and MFU.
 
-        In training, gathers of parameters and scatters of gradients overlap with compute, and only the rest is exposed.
+        In training, gathers of parameters and scatters of gradients overlap with compute as in plans (`smooth_max`).
         Exchanges between a copy's devices are always exposed.
         """
         forward, backward = self._layers()
@@ -212,8 +212,9 @@ class _Estimated:
             gathers, scatters = self._gathered(), self._scattered()
             update = float(self.compute.memory_seconds(self._updated_bytes()))
             compute = forward + backward + again + 3 * head + update
-            # Gathers overlap with the forward pass, gathers and scatters with the backward pass. The rest is exposed.
-            exposed = max(0.0, gathers - forward - head) + max(0.0, gathers + scatters - backward - again - 2 * head)
+            first, second = forward + head, backward + again + 2 * head
+            # Gathers overlap with the forward pass, gathers and scatters with the backward pass.
+            exposed = float(smooth_max(first, gathers) - first + smooth_max(second, gathers + scatters) - second)
         else:
             compute, exposed = forward + head, 0.0
         exposed += passes * sent

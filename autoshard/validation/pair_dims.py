@@ -6,7 +6,7 @@ from typing import Any
 
 from autoshard.program import LatentDims
 from autoshard.serving import Decoder
-from autoshard.validation.published_runs import LOCAL_WINDOWS, IncompleteError
+from autoshard.validation.published_runs import FUSED_QKV, LOCAL_WINDOWS, IncompleteError
 
 
 _FAMILIES = ("llama", "mistral", "mixtral", "qwen", "gemma", "deepseek", "hunyuan", "gpt3", "fuji", "palm", "grug")
@@ -75,7 +75,10 @@ def stated_decoder(model: Any, said: Mapping[str, Any]) -> Decoder:
     gated = dims.get("gated", True)
     if not isinstance(gated, bool):
         raise IncompleteError(f"gated is {gated!r}, neither true nor false")
-    return Decoder(**sizes, **_experts(dims), gated=gated, tied=tied, window=window, global_every=every, latent=latent)
+    return Decoder(
+        **sizes, **_experts(dims), gated=gated, tied=tied, window=window, global_every=every, latent=latent,
+        fused_qkv=family.startswith(FUSED_QKV),
+    )  # fmt: skip
 
 
 def _sliding(text: Any) -> tuple[int, int]:

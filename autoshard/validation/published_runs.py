@@ -46,6 +46,11 @@ LOCAL_WINDOWS = {"gemma2": (4096, 2), "gemma3": (1024, 6)}
 
 Sources: Gemma 2, 2024; Gemma 3, 2025.
 """
+FUSED_QKV = "gpt3"
+"""Family of which one matmul computes queries, keys and values.
+
+Source: AI-Hypercomputer/maxtext, MaxText/configs/models/gpt3-175b.yml (`fused_qkv`).
+"""
 _FLASH = re.compile(r"maxtext|tpu-recipes", re.I)
 """Sources that state `attention=flash` (MaxText's splash kernel); others materialise all scores.
 
@@ -345,6 +350,7 @@ def parse_run(row: Mapping[str, Any]) -> Run | MatmulRun:
         tied=dims.get("tied", str(row["model"]).startswith("gemma")),
         window=window,
         global_every=every,
+        fused_qkv=str(row["model"]).startswith(FUSED_QKV),
     )
     topology = _topology(row, chip, assumed)
     copies, spread, tensor = _sharding(str(row["sharding"]), topology)

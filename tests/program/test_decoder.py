@@ -205,6 +205,31 @@ def test_gradients_that_are_gradient_groups_are_the_same() -> None:
         decoder_program(DIMS, seq=32, **small, accumulation=2, gradient_groups=3)
 
 
+def test_a_fused_projection_computes_the_same() -> None:
+    apart = dataclasses.replace(DIMS, kv_heads=4)
+    small = {"batch": 2, "seq": 32, "attention": "plain", "optimizer": "sgd", "compute_dtype": "float32"}
+    separate, fused = (decoder_program(dims, **small) for dims in (apart, dataclasses.replace(apart, fused_qkv=True)))
+    assert fused.model_flops == separate.model_flops
+    params, state, batch = values(separate)
+
+    def joined(tree: dict) -> dict:
+        """Return the parameters with the three projections of a layer as one."""
+        names = [f"layers.*.attn.{part}_proj.weight" for part in ("q", "k", "v")]
+        parts = [tree[names[0]][:, :, :, 0], tree[names[1]], tree[names[2]]]
+        rest = {name: value for name, value in tree.items() if name not in names}
+        return rest | {"layers.*.attn.qkv_proj.weight": np.stack(parts, axis=2)}
+
+    wanted, loss = stepped(separate, params, state, batch)
+    found, same = stepped(fused, joined(params), state, batch)
+    assert same == pytest.approx(loss, rel=1e-6)
+    before, after = joined(params), joined(wanted)
+    for name, value in found.items():
+        change = np.abs(after[name] - before[name]).max()
+        assert np.abs(value - after[name]).max() <= 1e-4 * change + 1e-9, name
+    with pytest.raises(UserError, match="a fused projection has as many key-value heads as heads"):
+        decoder_program(dataclasses.replace(DIMS, fused_qkv=True), **small)
+
+
 def test_layers_that_are_not_scanned_compute_the_same() -> None:
     dims = dataclasses.replace(DIMS, window=8, global_every=2)
     small = {"batch": 2, "seq": 32, "attention": "plain", "optimizer": "sgd", "compute_dtype": "float32"}

@@ -71,8 +71,8 @@ def time_error(run: KnownRun, runs: Iterable[KnownRun] | None = None) -> TimeErr
     """Return the interval of the error of a predicted step from runs like it; None if too few are known.
 
     A run is alike if framework, backend and phase (training, serving) are the same. The tokens of a device may differ
-    by a factor of `_FAR`. Runs that differ in chip, kind or in having several slices weigh less.
-    So do the many runs of one source, whose errors are alike.
+    by a factor of `_FAR`. Runs that differ in chip, kind or in having several slices weigh less. Errors of one source
+    are alike, so a source weighs as much as a single run.
 
     - `runs`: measured runs, by default the shipped ones.
     """
@@ -80,7 +80,7 @@ def time_error(run: KnownRun, runs: Iterable[KnownRun] | None = None) -> TimeErr
     if len(like) < _FEWEST:
         return None
     of_source = Counter(each.source for each in like)
-    weights = np.array([_weight(run, each) / math.sqrt(of_source[each.source]) for each in like])
+    weights = np.array([_weight(run, each) / of_source[each.source] for each in like])
     errors = np.array([each.log_error for each in like])
     low, high = (float(math.expm1(_quantile(errors, weights, q))) for q in ((1 - SHARE) / 2, (1 + SHARE) / 2))
     return TimeError(low, high, len(like), ratio_error())

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.cost import smooth_max
 from autoshard.graph import LEAST_ROWS, TO_HOST
 from autoshard.planning.price.device_memory import (
     LiveBuffer,
@@ -88,11 +89,11 @@ class Outcome:
 
     @property
     def step_time_s(self) -> float:
-        """Exposed communication, plus for every block the largest of its compute, its links' and its host's times, in
+        """Exposed communication, plus every block's compute, links and host, which overlap as `smooth_max`, in
         seconds.
         """
-        longest = {b: max(s for (block, _), s in self.channels.items() if block == b) for b in self.blocks}
-        return self.channels.get(EXPOSED, 0.0) + sum(longest.values())
+        busy = [[s for (block, _), s in self.channels.items() if block == b] for b in self.blocks]
+        return self.channels.get(EXPOSED, 0.0) + sum(float(smooth_max(*channels)) for channels in busy)
 
     @property
     def comm_s(self) -> float:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.cost import smooth_max
 from autoshard.graph import is_copied
 from autoshard.planning.price.device_memory import tight_seconds
 from autoshard.planning.price.evaluate import evaluate, memory_events, tensor_spec
@@ -157,8 +158,8 @@ class _SavableValues:
                 for block in (place.loop, place.recompute_loop):
                     add((block, HOST), float(compute.host_seconds(size)) * away[:, number])
         blocks = sorted({block for block, _ in channels if (block, _) != EXPOSED})
-        longest = [np.maximum.reduce([s for (of, _), s in channels.items() if of == block]) for block in blocks]
-        step = channels.get(EXPOSED, np.zeros(len(kept))) + sum(longest, np.zeros(len(kept)))
+        busy = [smooth_max(*(s for (of, _), s in channels.items() if of == block)) for block in blocks]
+        step = channels.get(EXPOSED, np.zeros(len(kept))) + sum(busy, np.zeros(len(kept)))
         work = sum((s for (_, what), s in channels.items() if what == "compute"), np.zeros(len(kept)))
         rest = sum((s for (_, what), s in channels.items() if what != "compute"), np.zeros(len(kept)))
         return step, work, np.maximum(0.0, rest - (step - work))

@@ -9,6 +9,7 @@ from collections import defaultdict
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.cost import smooth_max
 from autoshard.planning.price.evaluate import live_buffers
 from autoshard.planning.price.reshard_times import cluster_names
 from autoshard.planning.price.step_ledger import Ledger
@@ -45,7 +46,7 @@ def make_timeline(ledger: Ledger) -> Timeline:
 
     Ops are in program order. All trips of a loop are drawn as one, so a span is as long as its op in all trips
     together. A hidden collective overlaps with its block's compute, on its link. An exposed one delays compute. Compute
-    waits at the end of a block whose links are busy for longer than its compute. Spans shorter than `SHORTEST` of the
+    waits at the end of a block for as long as its links delay it (`smooth_max`). Spans shorter than `SHORTEST` of the
     step are not stored.
     """
     jobs = sorted(_jobs(ledger), key=lambda job: (job[0], job[1]))
@@ -76,11 +77,11 @@ def make_timeline(ledger: Ledger) -> Timeline:
 
 
 def _wait(block: _Block, number: int, clock: float) -> list[Span]:
-    """Return a list with the span in which compute waits at the block's end for the slowest link. It is empty if
-    compute takes at least as long.
+    """Return a list with the span in which compute waits at the block's end, named after the slowest link. It is empty
+    if nothing is on the links.
     """
-    link, busy = max(block.links.items(), key=lambda item: item[1], default=("", 0.0))
-    seconds = busy - block.compute
+    link, _ = max(block.links.items(), key=lambda item: item[1], default=("", 0.0))
+    seconds = float(smooth_max(block.compute, *block.links.values())) - block.compute
     return [Span(f"waiting for {link}", EXPOSED[1], clock, seconds, number)] if seconds > 0 else []
 
 

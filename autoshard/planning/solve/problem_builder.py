@@ -19,7 +19,7 @@ from autoshard.solver import FORBIDDEN, Link, Network, Problem, Term
 
 
 Weights = Mapping[Channel, float]
-"""Weight of every compute and link channel; in each block they are non-negative and sum to one."""
+"""Weight of every compute and link channel; in each block they are non-negative, with a dual norm of one."""
 
 Allowed = Mapping[int, NDArray[np.bool_]]
 """Mask of the alternatives that may be chosen, by node."""
@@ -102,7 +102,7 @@ def build_network(model: Decisions, weights: Weights, memory_limit: int | None, 
 def build_problem(model: Decisions, weights: Weights, memory_limit: int | None, kept: Kept | None = None) -> Problem:
     """Build the `Problem` whose objective is exposed communication plus the weighted channels of every block.
 
-    If the weights are non-negative and sum to one in every block, the objective bounds the plan's true time from below.
+    If the weights are those of `normalise`, the objective bounds the plan's true time from below.
     The true time is `exposed + max over the channels` for each block. Times above `MAX_COST` are clipped to `MAX_COST`.
     A program without decisions (all scalars) has a Problem of one node with one alternative, which stands for no node.
 

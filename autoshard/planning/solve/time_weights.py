@@ -1,7 +1,9 @@
 """Choice of the weights of each block's compute and links, which raises the bound on the step time cut by cut.
 
-For weights w (non-negative, summing to one in each block), the least weighted time D(w) is a lower bound on every
-plan's true time. D is concave. Every known choice bounds D from above by `exposed + w . its channels`, a cut.
+The true time of a block is the norm of its channels' seconds with the exponent `SHARPNESS`. Weights w are non-negative,
+and their norm with the dual exponent is one in each block. By Hoelder's inequality the least weighted time D(w) is a
+lower bound on every plan's true time. D is concave. Every known choice bounds D from above by
+`exposed + w . its channels`, a cut. The set of weights is convex, and each known weights' tangent contains it.
 
 The next weights are those nearest to the best so far (in their largest difference) at which all cuts allow most of the
 possible gain. This is the level method (Lemarechal, Nemirovskii, Nesterov, Math. Programming 69, 1995).
@@ -14,6 +16,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.cost import SHARPNESS
 from autoshard.planning.price.evaluate import Outcome
 from autoshard.planning.solve.problem_builder import Weights
 from autoshard.planning.space.decision_model import EXPOSED, Channel, Model
@@ -23,6 +26,8 @@ LEVEL = 0.9
 """Share of the gain that the cuts still allow which the next weights must promise."""
 ABOVE = 1e-3
 """Relative margin above the time to beat that the next weights aim at."""
+DUAL = SHARPNESS / (SHARPNESS - 1.0)
+"""Exponent of the norm of weights."""
 FLOOR = 3e-4
 """Least weight of a channel, so that hidden communication is still minimised."""
 
@@ -30,7 +35,7 @@ FLOOR = 3e-4
 def even_weights(model: Model) -> dict[Channel, float]:
     """Return the first weights: half of each block's weight for compute, the rest shared evenly by its other channels.
 
-    A block with one channel, or without compute, does not sum to one: see `normalise`.
+    They are no weights of a bound before `normalise`.
     """
     channels = _channels(model)
     weights = {}
@@ -47,11 +52,13 @@ def _channels(model: Model) -> list[Channel]:
 
 
 def normalise(weights: Mapping[Channel, float]) -> dict[Channel, float]:
-    """Scale the weights so that each block's sum to one, which the bound requires; leave out blocks of weight 0."""
+    """Scale the weights so that each block's dual norm is one, which the bound requires; leave out blocks of weight
+    0.
+    """
     totals: dict[int, float] = {}
     for (block, _), w in weights.items():
-        totals[block] = totals.get(block, 0.0) + w
-    return {c: w / totals[c[0]] for c, w in weights.items() if totals[c[0]] > 0}
+        totals[block] = totals.get(block, 0.0) + w**DUAL
+    return {c: w / totals[c[0]] ** (1.0 / DUAL) for c, w in weights.items() if totals[c[0]] > 0}
 
 
 def carried_weights(model: Model, other: Weights) -> dict[Channel, float]:
@@ -65,7 +72,8 @@ def carried_weights(model: Model, other: Weights) -> dict[Channel, float]:
         compute = other.get((block, "compute"))
         if compute is not None:
             links = sum(other_block == block for other_block, _ in weights) - 1
-            weights[(block, what)] = compute if what == "compute" else max(FLOOR, (1 - compute) / max(1, links))
+            rest = (max(0.0, 1.0 - compute**DUAL) / max(1, links)) ** (1.0 / DUAL)
+            weights[(block, what)] = compute if what == "compute" else max(FLOOR, rest)
     return normalise(weights)
 
 
@@ -79,6 +87,8 @@ class Weighing:
     """Bound in seconds that `weights` gave; -1 before the first."""
     cuts: list[tuple[float, NDArray[np.float64]]] = dataclasses.field(default_factory=list)
     """Exposed seconds, and seconds of each of `channels`, of every known choice."""
+    tried: list[Weights] = dataclasses.field(default_factory=list)
+    """All weights with a known bound."""
 
     @property
     def channels(self) -> list[Channel]:
@@ -91,7 +101,8 @@ class Weighing:
         self.cuts.append((outcome.channels.get(EXPOSED, 0.0), seconds))
 
     def add_bound(self, weights: Weights, bound_s: float) -> None:
-        """Store weights and their lower bound on the time of all choices if it exceeds `bound_s`; else do nothing."""
+        """Store weights with their lower bound on the time of all choices, as the best ones if it exceeds `bound_s`."""
+        self.tried.append(weights)
         if bound_s > self.bound_s:
             self.weights, self.bound_s = dict(weights), bound_s
 
@@ -108,9 +119,27 @@ class Weighing:
         highest, highest_weights = self._highest()
         if highest <= self.bound_s + enough_s:
             return None
+        exact = self._exact(min(self.cuts, key=self._time)[1])
+        if exact not in self.tried:
+            return exact
         level = self.bound_s + LEVEL * (highest - self.bound_s) if self.bound_s > 0 else highest
         level = min(level, (1 + ABOVE) * beat_s)
         return self._nearest(level) or highest_weights
+
+    def _time(self, cut: tuple[float, NDArray[np.float64]]) -> float:
+        """Return the true seconds of a known choice, from its cut, except for `FLOOR`."""
+        exposed, seconds = cut
+        return exposed + float(np.array(list(self._exact(seconds).values())) @ seconds)
+
+    def _exact(self, seconds: NDArray[np.float64]) -> Weights:
+        """Return the weights at which a choice with these seconds of `channels` has its true time, except for `FLOOR`.
+
+        The weighted time of any other choice is below its true time there.
+        """
+        blocks = np.array([block for block, _ in self.weights])
+        longest = np.array([seconds[blocks == block].max() for block in blocks])
+        shares = np.divide(seconds, longest, out=np.ones_like(seconds), where=longest > 0)
+        return self._read(shares ** (SHARPNESS - 1.0))
 
     def _highest(self) -> tuple[float, Weights]:
         """Return the highest bound in seconds that the cuts allow, and its weights; there must be a cut."""
@@ -149,10 +178,10 @@ class Weighing:
         right: NDArray[np.float64],
         free: tuple[float | None, float | None],
     ) -> NDArray[np.float64]:
-        """Solve a linear program for the weights, which sum to one in each block, and one more variable.
+        """Solve a linear program for the weights, and one more variable.
 
-        Weights are at least `FLOOR`, or 1 in a block with one channel. The result has the weights and then the
-        variable; it is empty if the program is infeasible.
+        Weights are within the tangents of all known weights in each block. They are at least `FLOOR`, or 1 in a block
+        with one channel. The result has the weights and then the variable; it is empty if the program is infeasible.
 
         - `objective`: coefficients of the weights and of the variable, to minimise.
         - `above`, `right`: rows and right-hand sides of the inequalities `above @ x <= right`.
@@ -161,10 +190,18 @@ class Weighing:
         from scipy.optimize import linprog
 
         blocks = sorted({block for block, _ in self.weights})
-        sums = np.array([[*(float(c[0] == block) for c in self.weights), 0.0] for block in blocks])
+        known = (*self.tried, *(self._exact(seconds) for _, seconds in self.cuts))
+        tangents = np.array(
+            [
+                [*(each[c] ** (DUAL - 1.0) if c[0] == block else 0.0 for c in self.weights), 0.0]
+                for each in known
+                for block in blocks
+            ]
+        )
+        above, right = np.concatenate([above, tangents]), np.concatenate([right, np.ones(len(tangents))])
         counts = [sum(c[0] == own for c in self.weights) for own, _ in self.weights]
         bounds = [(FLOOR if count > 1 else 1.0, 1.0) for count in counts]
-        result = linprog(objective, above, right, sums, np.ones(len(blocks)), [*bounds, free], method="highs")
+        result = linprog(objective, above, right, bounds=[*bounds, free], method="highs")
         return result.x if result.status == 0 else np.zeros(0)
 
     def _read(self, values: NDArray[np.float64]) -> Weights:

@@ -164,6 +164,8 @@ def decoder_program(
         _check_groups(routing, dims.experts)
     if dims.latent is not None and dims.kv_heads != dims.heads:
         raise UserError(f"decoder: {dims.kv_heads} key-value heads for {dims.heads} heads of latent attention")
+    if dims.fused_qkv and (dims.kv_heads != dims.heads or dims.latent is not None or dims.qk_norm):
+        raise UserError("decoder: a fused projection has as many key-value heads as heads, neither latent nor normed")
     if dims.active_experts > dims.experts or not 0 <= dims.dense_layers <= dims.layers:
         raise UserError(
             f"decoder: {dims.active_experts} of {dims.experts} experts, {dims.dense_layers} of {dims.layers} layers "
@@ -406,6 +408,7 @@ def _layer(
 
 
 _MODEL_DIMS = {f"attn.{name}_proj.weight": 1 for name in ("q", "k", "v")} | {"attn.o_proj.weight": 0}
+_MODEL_DIMS |= {"attn.qkv_proj.weight": 2}
 _MODEL_DIMS |= {"mlp.gate_proj.weight": 1, "mlp.up_proj.weight": 1, "mlp.down_proj.weight": 0}
 """Dims of a layer's weights, heads or inner features, that tensor parallelism splits."""
 
@@ -444,7 +447,7 @@ def _attended(
 ) -> Any:
     """Return the attention of the hidden states [B, S, D], which it norms first, projected to the model's width.
 
-    Latent attention has one query head for each key head.
+    Latent attention has one query head for each key head. The result of a fused projection is saved as `query`.
     """
     from jax.ad_checkpoint import checkpoint_name
 
@@ -455,6 +458,9 @@ def _attended(
             checkpoint_name(each, name) for each, name in zip((query, key, value), _PROJECTIONS, strict=False)
         )
         return _mixed(query[:, :, None], key, value, weights, window, how)
+    if dims.fused_qkv:
+        both = checkpoint_name(product("bsd,dnkh->nbksh", normed, weights["attn.qkv_proj.weight"]), "query")
+        return _mixed(_rotated(both[0])[:, :, None], _rotated(both[1]), both[2], weights, window, how)
     query = checkpoint_name(product("bsd,dkgh->bkgsh", normed, weights["attn.q_proj.weight"]), "query")
     key = checkpoint_name(product("bsd,dkh->bksh", normed, weights["attn.k_proj.weight"]), "key")
     value = checkpoint_name(product("bsd,dkh->bksh", normed, weights["attn.v_proj.weight"]), "value")

@@ -47,6 +47,8 @@ class DecoderDims:
     Each predicts the token after those of the layers before it, from their hidden states and the next token's
     embedding. It has a projection of both, a layer like the last ones, and the head again.
     """
+    fused_qkv: bool = False
+    """True if one matmul computes queries, keys and values, which then have equal numbers of heads."""
     latent: LatentDims | None = None
     """Sizes of latent attention, which has equal numbers of key-value and query heads; None for plain attention."""
 
@@ -123,6 +125,11 @@ def _attention_shapes(dims: DecoderDims) -> dict[str, tuple[int, ...]]:
         "attn.v_proj.weight": (width, dims.kv_heads, size),
         "attn.o_proj.weight": (dims.kv_heads, group, size, width),
     }
+    if dims.fused_qkv:
+        shapes = {
+            "attn.qkv_proj.weight": (width, 3, dims.heads, size),
+            "attn.o_proj.weight": shapes["attn.o_proj.weight"],
+        }
     if dims.qk_norm:
         shapes |= {"attn.q_norm.weight": (size,), "attn.k_norm.weight": (size,)}
     return norms | shapes

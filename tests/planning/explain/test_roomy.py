@@ -58,7 +58,7 @@ def test_where_memory_is_short_more_is_computed() -> None:
     options = Options(topology=TOPOLOGY, mesh="data=8")
     peaks = {remat: make_plan(stack(remat), options).plan.prediction.peak_bytes for remat in ("none", "dots")}
     assert peaks["dots"] < peaks["none"]
-    short = Options(topology=TOPOLOGY, mesh="data=8", memory_limit=(peaks["dots"] + peaks["none"]) // 2)
+    short = Options(topology=TOPOLOGY, mesh="data=8", memory_limit=peaks["dots"])
     recipe, _ = plan_recipes(stack, {"remat": ("none", "dots")}, short, of_source=True)
     assert recipe.arguments == {"remat": "dots"}
 

@@ -1,20 +1,24 @@
 """Weights of the channels that compete in a block: cuts raise them towards the bound."""
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from autoshard.planning.price.evaluate import Outcome
 from autoshard.planning.solve import mesh_solve
-from autoshard.planning.solve.time_weights import FLOOR, Weighing, carried_weights, even_weights, normalise
+from autoshard.planning.solve.time_weights import DUAL, Weighing, carried_weights, even_weights, normalise
 from autoshard.planning.solve.weight_search import search
+from autoshard.planning.space.decision_model import Channel
 from autoshard.planning.space.plan_options import Limits
 from autoshard.solver import Solution
 from tests.planning import programs as made
 
 
-EVEN = {(-1, "compute"): 0.5, (-1, "x"): 0.25, (-1, "y"): 0.25, (0, "compute"): 0.5, (0, "x"): 0.5}
+EVEN = normalise({(-1, "compute"): 0.5, (-1, "x"): 0.25, (-1, "y"): 0.25, (0, "compute"): 0.5, (0, "x"): 0.5})
+PAIR = normalise({(0, "compute"): 1.0, (0, "x"): 1.0})
 
 
 def outcome(exposed: float, **seconds: float) -> Outcome:
@@ -23,40 +27,64 @@ def outcome(exposed: float, **seconds: float) -> Outcome:
     return Outcome(channels, (), 0, 0, {})
 
 
-def test_one_choice_moves_all_weight_to_what_is_longest_in_each_block():
+def weighted(weights: Mapping[Channel, float], found: Outcome) -> float:
+    """Return the weighted seconds of an outcome."""
+    return found.channels[(-2, "exposed")] + sum(w * found.channels.get(c, 0.0) for c, w in weights.items())
+
+
+def test_the_next_weights_give_the_best_choice_its_true_time():
     weighing = Weighing(EVEN)
-    weighing.add_choice(outcome(1.0, tcompute=3.0, tx=1.0, ty=2.0, lcompute=1.0, lx=4.0))
+    best = outcome(1.0, tcompute=3.0, tx=1.0, ty=2.0, lcompute=1.0, lx=4.0)
+    assert best.step_time_s == pytest.approx(1.0 + 36 ** (1 / 3) + 65 ** (1 / 3))
+    weighing.add_choice(best)
+    weighing.add_choice(outcome(9.0, tcompute=3.0, tx=1.0, ty=2.0, lcompute=1.0, lx=4.0))
     weights = weighing.following(0.0)
     assert weights is not None
-    assert weights[(-1, "compute")] == pytest.approx(1 - 2 * FLOOR)
-    assert weights[(0, "x")] == pytest.approx(1 - FLOOR)
+    assert weighted(weights, best) == pytest.approx(best.step_time_s, rel=1e-3)
 
 
-def test_weights_are_positive_and_those_of_a_block_sum_to_one():
+@pytest.mark.parametrize("seed", range(20))
+def test_weighted_seconds_are_never_above_the_true_time(seed: int):
+    random = np.random.default_rng(seed)
+    weights = normalise(dict(zip(EVEN, random.random(len(EVEN)), strict=True)))
+    seconds = dict(zip(EVEN, random.random(len(EVEN)) ** 4, strict=True))
+    found = Outcome({(-2, "exposed"): 1.0} | seconds, (), 0, 0, {})
+    longest = sum(max(s for (block, _), s in seconds.items() if block == own) for own in (-1, 0))
+    assert weighted(weights, found) <= found.step_time_s * (1 + 1e-12)
+    assert 1.0 + longest <= found.step_time_s <= 1.0 + sum(seconds.values())
+
+
+def test_next_weights_are_positive_with_a_dual_norm_of_one():
     weighing = Weighing(EVEN)
     weighing.add_choice(outcome(0.0, tcompute=3.0, tx=1.0, lcompute=1.0, lx=4.0))
-    weighing.add_bound(EVEN, 2.0)
     weighing.add_choice(outcome(0.5, tcompute=1.0, tx=5.0, lcompute=3.0))
-    weights = weighing.following(1e-3)
-    assert weights is not None and min(weights.values()) > 0
-    for block in (-1, 0):
-        assert sum(w for (b, _), w in weights.items() if b == block) == pytest.approx(1.0)
+    for bound in (2.0, 2.5, 3.0):
+        weights = weighing.following(1e-3)
+        assert weights is not None and min(weights.values()) > 0
+        for block in (-1, 0):
+            assert sum(w**DUAL for (b, _), w in weights.items() if b == block) == pytest.approx(1.0)
+        weighing.add_bound(weights, bound)
 
 
 def test_two_choices_that_cut_each_other_share_the_weight():
-    # For all weights, one of the two outcomes is not above 2.5. The next weights lie there.
-    weighing = Weighing({(0, "compute"): 0.5, (0, "x"): 0.5})
-    weighing.add_choice(outcome(0.0, lcompute=4.0, lx=1.0))
-    weighing.add_choice(outcome(0.0, lcompute=1.0, lx=4.0))
-    weights = weighing.following(0.0)
-    assert weights == pytest.approx({(0, "compute"): 0.5, (0, "x"): 0.5})
+    # No bound can be above that of even weights, at which both choices have the same weighted time.
+    first, second = outcome(0.0, lcompute=4.0, lx=1.0), outcome(0.0, lcompute=1.0, lx=4.0)
+    weighing = Weighing(PAIR)
+    weighing.add_choice(first)
+    weighing.add_choice(second)
+    for _ in range(6):
+        weights = weighing.following(1e-3)
+        if weights is None:
+            break
+        weighing.add_bound(weights, min(weighted(weights, each) for each in (first, second)))
+    assert weighing.bound_s == pytest.approx(5.0 * 0.5 ** (1 / DUAL), rel=2e-3)
 
 
 def test_nothing_follows_when_no_weights_can_gain_enough():
-    weighing = Weighing({(0, "compute"): 0.5, (0, "x"): 0.5})
+    weighing = Weighing(PAIR)
     assert weighing.following(0.0) is None  # no outcome is known yet
-    weighing.add_choice(outcome(1.0, lcompute=2.0, lx=1.0))
-    weighing.add_bound({(0, "compute"): 0.9, (0, "x"): 0.1}, 2.9)
+    weighing.add_choice(outcome(1.0, lcompute=2.0, lx=1.0))  # 3.08 s
+    weighing.add_bound(normalise({(0, "compute"): 0.9, (0, "x"): 0.1}), 2.95)
     assert weighing.following(0.2) is None
     assert weighing.following(0.05) is not None
 
@@ -71,7 +99,7 @@ def test_weights_from_another_mesh_serve_a_block_without_compute_of_its_own():
     model = SimpleNamespace(nodes=[SimpleNamespace(time={(0, "x"): None, (1, "compute"): None, (1, "x"): None})])
     model.reshards = []
     assert carried_weights(model, {(0, "compute"): 0.8, (1, "compute"): 0.8}) == pytest.approx(  # type: ignore[arg-type]
-        {(0, "x"): 1.0, (1, "compute"): 0.8, (1, "x"): 0.2}
+        {(0, "x"): 1.0, (1, "compute"): 0.8, (1, "x"): (1.0 - 0.8**DUAL) ** (1 / DUAL)}
     )
 
 
