@@ -199,7 +199,7 @@ class ChoiceInside(NamedTuple):
     specs: list[str]
     """Specs as text, in order."""
     placed: list[Hashable]
-    """The same specs as parts of devices, equal for equal parts."""
+    """Parts of the same specs that devices hold, equal for equal parts."""
 
 
 def _chosen(plan: Plan, by_op: bool, labels: Mapping[str, str]) -> dict[Hashable, ChoiceInside]:

@@ -219,7 +219,8 @@ def brute_force(model: Model, limit: int) -> float:
             allowed &= ~reshard.forbidden[rows, columns]
     allowed &= held.max(axis=0) + model.fixed_bytes <= limit
     blocks = {block for block, _ in channels if (block, _) != EXPOSED}
-    total = channels[EXPOSED] + sum(np.max([s for c, s in channels.items() if c[0] == b], axis=0) for b in blocks)
+    cubes = (np.sum([s**3 for c, s in channels.items() if c[0] == block], axis=0) for block in blocks)
+    total = channels[EXPOSED] + sum(np.cbrt(each) for each in cubes)
     assert allowed.any()
     return float(total[allowed].min())
 

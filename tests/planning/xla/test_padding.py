@@ -103,7 +103,7 @@ STEPS, HEADS, WIDTH = 256, 4, 64
 
 @pytest.mark.heavy
 def test_what_attention_kernels_take_lies_in_order(tmp_path: Path) -> None:
-    """Foresee a step whose layers keep queries, keys and values of heads of 64, each in twice its bytes."""
+    """Predict the memory of layers that keep queries, keys and values of heads of 64, each in twice its bytes."""
     sizes = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8, "num_hidden_layers": 6}
     config = {"model_type": "llama", "vocab_size": 1024, "num_key_value_heads": 8, "max_position_embeddings": 1024}
     file = tmp_path / "heads.json"
