@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost import Mesh
-from autoshard.errors import UserError
+from autoshard.errors import PinError, UserError
 from autoshard.planning.record.spec import Spec, parse_spec_text
 from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.dim_groups import Groups, tensor_groups
@@ -377,20 +377,21 @@ class _Requirements:
     def add(self, name: str, demand: Demand) -> None:
         """Restrict the tensor's cluster to a demand, and record its origin for `name`.
 
-        Raises `UserError` if no state satisfies all demands so far, or if a tensor without a cluster would be split.
+        Raises `PinError` if no state satisfies all demands so far, or if a tensor without a cluster would be split.
         """
         structure = self.model.structure
         self.pinned[name] = demand.why if name not in self.pinned else f"{self.pinned[name]} {demand.why}"
         cluster = structure.cluster_of[demand.tensor]
         if cluster < 0:
             if any(demand.dims):
-                raise UserError(f"{demand.why} cannot hold: {name} is a constant or of one element, which stays whole.")
+                sentence = f"{demand.why} cannot hold: {name} is a constant or of one element, which stays whole."
+                raise PinError(sentence, (name,))
             return
         node = self.model.cluster_node[cluster]
         states = self.model.nodes[node].states
         mask = allowed_states(structure, states, demand)
         if not mask.any():
-            raise UserError(f"{demand.why} cannot hold for {name}: {self.obstacle(cluster, demand)}.")
+            raise PinError(f"{demand.why} cannot hold for {name}: {self.obstacle(cluster, demand)}.", (name,))
         combined = mask & self.allowed.get(node, np.ones(len(states), dtype=bool))
         if not combined.any():
             other, earlier = next(
@@ -398,7 +399,8 @@ class _Requirements:
                 self.demands[node][0],
             )
             shared_spec = "" if other == name else f", since {name} and {other} share one spec"
-            raise UserError(f"{demand.why} contradicts {earlier.why}{shared_spec}: leave one of them out.")
+            sentence = f"{demand.why} contradicts {earlier.why}{shared_spec}: leave one of them out."
+            raise PinError(sentence, (name, other))
         self.demands.setdefault(node, []).append((name, demand))
         self.allowed[node] = combined
 
