@@ -33,3 +33,12 @@ def test_a_random_script_equals_eager_torch(together: tuple[str, ...], name: str
     off, where = modes.worst(row["numbers"], modes.eager(MODULE, name), LEAST)
     assert off < 1e-5, where
     assert row["warned"] == [] and row["plans"] >= 1
+
+
+@pytest.mark.full
+def test_a_read_of_a_computed_value_runs_nothing_more():
+    """A loss that was read before the update is read again after it, with views of weights pending."""
+    names = ("seed75", "seed90")
+    unplanned = modes.run_mode("spmd", MODULE, *names)
+    for name, row in modes.run_mode("auto", MODULE, *names).items():
+        modes.check_costs(row, unplanned[name])
