@@ -474,7 +474,9 @@ def task_weights(script: Script) -> None:
         (weights.detach() * losses).sum().backward(retain_graph=True)
         norms = torch.stack(
             [
-                torch.autograd.grad(weights[k] * losses[k], shared.weight, retain_graph=True, create_graph=True)[0].norm()
+                torch.autograd.grad(weights[k] * losses[k], shared.weight, retain_graph=True, create_graph=True)[
+                    0
+                ].norm()
                 for k in range(3)
             ]
         )

@@ -51,8 +51,8 @@ def decide(capture: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, 
     - `fixed`: specs by argument number that an earlier plan or an earlier step gave.
     - `free`: if True, arguments that are split for another reason may change their spec.
 
-    An earlier step may have split a tensor in a dim that this step cuts. Such a tensor gets a new spec, and if no single
-    tensor is in the way, all batch arrays do. Raises `UserError` if no plan satisfies the marks.
+    An earlier step may have split a tensor in a dim that this step cuts. Such a tensor gets a new spec, and if no
+    single tensor is in the way, all batch arrays do. Raises `UserError` if no plan satisfies the marks.
     """
     arguments = capture.program.arguments
     while True:
