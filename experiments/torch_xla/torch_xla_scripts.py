@@ -319,44 +319,42 @@ def table(rows: Rows) -> str:
 
 
 def costs(rows: Rows) -> list[str]:
-    """Return a table of the costs of larger scripts beside their marks."""
+    """Return a table of the costs of larger scripts with their marks; empty without such rows."""
     lines = []
     for name, row in rows.items():
         if not is_larger(name) or "error" in row:
             continue
         (cold, cached), theirs = row["firsts"]["hooked"], row["firsts"]["unhooked"]
-        columns = [name.removeprefix("larger_")]
-        columns.append(beside(statistics.median(ratios(row)), STEP_MARK))
-        for part, mark in ((cold, FIRST_MARK), (cached, FIRST_MARK)):
+        cells = [name.removeprefix("larger_"), marked(statistics.median(ratios(row)), STEP_MARK)]
+        for part in (cold, cached):
             wall, processor = (
                 part["firsts"][0][clock] / statistics.mean(each["firsts"][0][clock] for each in theirs)
                 for clock in range(2)
             )
-            columns.append(f"{beside(wall, mark)} ({processor:.2f})")
-        seconds = [each["firsts"] for each in (cold, cached, *theirs)]
-        columns += ["; ".join(", ".join(f"{wall:.1f}" for wall, _ in steps) for steps in seconds)]
-        columns.append(f"{row['compiled'][0]}, {row['compiled'][1]}")
+            cells.append(f"{marked(processor, FIRST_MARK)} ({wall:.2f})")
+        steps = [each["firsts"] for each in (cold, cached, *theirs)]
+        cells.append("; ".join(", ".join(f"{processor:.1f}" for _, processor in each) for each in steps))
+        cells.append(f"{row['compiled'][0]}, {row['compiled'][1]}")
         most = [max(each["peak"] for each in part) for part in ([cold], theirs)]
-        columns.append(beside(most[0] / most[1], MEMORY_MARK))
-        columns.append(f"{most[0] / 1e9:.1f}, {most[1] / 1e9:.1f}")
-        lines.append(columns)
+        lines.append([*cells, marked(most[0] / most[1], MEMORY_MARK), f"{most[0] / 1e9:.1f}, {most[1] / 1e9:.1f}"])
     if not lines:
         return []
     return [
         "## Costs of larger scripts",
-        f"The models are scaled down, so that a row takes two minutes on two cores of a shared machine. Ratios are of "
-        f"the hooked run to the unhooked one; bold ones exceed the marks: {STEP_MARK:g} for a step and for peak "
-        f"memory, {FIRST_MARK:g} for a first step. First steps include tracing, planning, compilation and the run; in "
-        "brackets is the ratio of processor seconds. The second step compiles too, in both modes.",
+        f"The models are scaled down, so that a row takes two minutes on two idle cores. Ratios are of the hooked run "
+        f"to the unhooked one. Bold ones exceed the marks: {STEP_MARK:g} for a step and for the peak memory of the "
+        f"process, {FIRST_MARK:g} for a first step. First steps include tracing, planning, compilation and the run. "
+        "Their figures are processor seconds, with the ratio of wall seconds in brackets, since the machine is shared. "
+        "The second step compiles too, in both modes.",
         grid(
-            "script | step | first step | first step, decision cached | seconds of the first two steps: hooked; "
-            "cached; unhooked twice | compiled, unhooked | peak memory | GB, unhooked",
+            "script | step | first step | first step, decision cached | processor seconds of the first two steps: "
+            "hooked; cached; unhooked twice | compiled, unhooked | peak memory | GB, unhooked",
             lines,
         ),
     ]
 
 
-def beside(ratio: float, mark: float) -> str:
+def marked(ratio: float, mark: float) -> str:
     """Format a ratio, in bold if it exceeds its mark."""
     text = f"{ratio:.2f}"
     return f"**{text}**" if ratio > mark else text

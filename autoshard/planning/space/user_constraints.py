@@ -248,16 +248,13 @@ def require(model: Model, groups: Groups, asked: Asked) -> Required:
     for pin in asked.pins:
         for name, tensor in all_demands.matching(pin.pattern, pin.flag):
             all_demands.add(name, all_demands.pin(pin, name, tensor))
-    for pattern in asked.replicate:
-        option = f"--replicate {pattern}"
+    whole = [(pattern, (), False, f"--replicate {pattern}") for pattern in asked.replicate]
+    barred = [(pattern, axes, True, f"--forbid {pattern}={','.join(axes)}") for pattern, axes in asked.forbid]
+    for pattern, axes, is_open, option in (*whole, *barred):
         for name, tensor in all_demands.matching(pattern, option):
             rank = len(model.graph.tensors[tensor].shape)
-            all_demands.add(name, Demand(tensor, ((),) * rank, (False,) * rank, (), option))
-    for pattern, axes in asked.forbid:
-        option = f"--forbid {pattern}={','.join(axes)}"
-        for name, tensor in all_demands.matching(pattern, option):
-            rank = len(model.graph.tensors[tensor].shape)
-            all_demands.add(name, Demand(tensor, ((),) * rank, (True,) * rank, all_demands.axes(axes, option), option))
+            barred_axes = all_demands.axes(axes, option)
+            all_demands.add(name, Demand(tensor, ((),) * rank, (is_open,) * rank, barred_axes, option))
     for axis, names in asked.axis_only:
         all_demands.keep_axis(axis, names)
     return Required(all_demands.allowed, all_demands.pinned)
@@ -384,8 +381,8 @@ class _Requirements:
         cluster = structure.cluster_of[demand.tensor]
         if cluster < 0:
             if any(demand.dims):
-                sentence = f"{demand.why} cannot hold: {name} is a constant or of one element, which stays whole."
-                raise PinError(sentence, (name,))
+                why = f"{name} is a constant or of one element, which stays whole"
+                raise PinError(f"{demand.why} cannot hold: {why}.", (name,))
             return
         node = self.model.cluster_node[cluster]
         states = self.model.nodes[node].states

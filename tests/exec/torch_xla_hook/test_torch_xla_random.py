@@ -37,7 +37,7 @@ def test_a_random_script_equals_eager_torch(together: tuple[str, ...], name: str
 
 @pytest.mark.full
 def test_a_read_of_a_computed_value_runs_nothing_more():
-    """A loss that was read before the update is read again after it, with views of weights pending."""
+    # Their losses are read before the update and again after it, while views of weights are pending.
     names = ("seed75", "seed90")
     unplanned = modes.run_mode("spmd", MODULE, *names)
     for name, row in modes.run_mode("auto", MODULE, *names).items():

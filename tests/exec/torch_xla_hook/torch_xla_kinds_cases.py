@@ -588,7 +588,7 @@ def statistics_again(script: Script) -> None:
 
 @case
 def two_losses_two_steps(script: Script) -> None:
-    """Alternate two objectives on one backbone, with separate optimizers that share parameters."""
+    """Train two objectives on one backbone in turn, with separate optimizers that share parameters."""
     body, left, right = (each.to(script.device) for each in (nn.Linear(16, 64), nn.Linear(64, 8), nn.Linear(64, 16)))
     first = torch.optim.Adam([*body.parameters(), *left.parameters()], 1e-3, eps=1e-4)
     second = torch.optim.Adam([*body.parameters(), *right.parameters()], 1e-3, eps=1e-4)
