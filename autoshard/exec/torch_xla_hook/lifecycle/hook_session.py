@@ -335,16 +335,17 @@ class Session:
     def on_read(self, tensor: Any) -> None:
         """Respond to a read of a value: if a whole step is pending, plan and run it now.
 
-        Nothing is planned if no module has run, or if the step is known and so skipped. Nothing is planned either for a
-        value that is computed already, since such a read runs nothing. Nor is it in the middle of a call, or in a
-        training step before parameters are updated. The data behind such a read is recorded instead.
+        Nothing is planned if no module has run, or if the step is known and so skipped. In training nothing is planned
+        for a value that is computed already, since such a read runs nothing; inference may end with it. Nor is anything
+        planned in the middle of a call, or in a training step before parameters are updated. The data behind such a
+        read is recorded instead.
         """
         watch = self._watch
         if watch is None or not on_xla(tensor) or not watch.seen or is_traced():
             return
         roots: Sequence[Any] = ()
         with self.guard:
-            if not any(pending([plain(tensor)])):
+            if watch.training and not any(pending([plain(tensor)])):
                 return
             if watch.is_calling:
                 watch.note_read(plain(tensor))
