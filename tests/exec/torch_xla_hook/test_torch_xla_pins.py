@@ -89,7 +89,11 @@ def test_an_op_that_takes_an_operand_in_another_spec_is_pinned_whole():
 def test_a_value_that_is_read_in_fewer_axes_keeps_its_own_before():
     """State both specs at the read. With the last alone the op that makes the value would give up the axes too."""
     graph = {7: ("gather", (4, 0), (5, 0))}
-    pins = Pin(op=4, index=0, spec=SPLIT), Pin(op=4, index=0, spec=WHOLE, operand=(7, 0)), Pin(op=7, index=0, spec=WHOLE)
+    pins = (
+        Pin(op=4, index=0, spec=SPLIT),
+        Pin(op=4, index=0, spec=WHOLE, operand=(7, 0)),
+        Pin(op=7, index=0, spec=WHOLE),
+    )
     places = {FIRST: (4, 0), MADE: (7, 0)}
     assert pinned(*pins, places=places, graph=graph) == {FIRST: (SPLIT, WHOLE), MADE: (WHOLE,)}
     given = pinned(*pins, places=places | {OUTPUT: (4, 0)}, graph=graph)

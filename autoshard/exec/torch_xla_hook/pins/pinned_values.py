@@ -104,8 +104,8 @@ class _Choice:
 
         Further axes of such a pin would propagate back to the value and to its other users. If the value is pinned in
         its own spec (`held`), a pin states that spec first. The same is done for a value whose split a view has
-        changed, and for one that is not pinned and gives up axes: its op would give them up too, and gather its
-        operands.
+        changed. It is also done for a value without a pin that gives up axes. Its op would give them up too, and gather
+        its operands.
         """
         pins = {}
         for call, shape, place in self.every:
