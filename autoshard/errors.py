@@ -16,6 +16,15 @@ class UserError(Exception):
     """
 
 
+class PinError(UserError):
+    """Error for demands on tensors that cannot hold, alone or together."""
+
+    def __init__(self, sentence: str, names: tuple[str, ...] = ()) -> None:
+        super().__init__(sentence)
+        self.names = names
+        """Names of the arguments or results whose demands conflict, the last demand first."""
+
+
 class InfeasibleError(UserError):
     """Error for a memory limit that no plan satisfies on every device."""
 

@@ -7,7 +7,7 @@ with "step" ends a step.
 
 After `WARM` steps the process runs `TURN` steps for each line of its input. It runs the last `COUNTED` steps with the
 hook's own functions timed. Compilations are counted before those steps. The traffic of later steps is read from the
-programs that XLA runs.
+programs that XLA runs. The first turn reports the times of the first steps and the peak memory of the process too.
 
 `--nudged` moves every parameter by one unit in the last place before it moves to the device. The run shows the effect
 of rounding alone on the losses. On the `host` the script is plain PyTorch: the device is the CPU, and there are no step
@@ -18,6 +18,7 @@ import argparse
 import functools
 import json
 import os
+import resource
 import runpy
 import shutil
 import sys
@@ -34,8 +35,10 @@ from experiments.lib.torch_xla_run import EXECUTED
 
 PROGRAMS = Path(__file__).parents[1] / "torch_xla" / "programs"
 MESH = "4,2"
-STEPS, WARM, TURN, COUNTED = 28, 6, 3, 4
-"""Steps of every script, steps before the first turn, steps of a turn, and last steps with a timed hook."""
+STEPS, FIRST, WARM, TURN, COUNTED = 28, 2, 6, 3, 4
+"""Steps of every script, steps that compile, steps before the first turn, steps of a turn, and last steps with a timed
+hook.
+"""
 
 
 def script(name: str) -> Path:
@@ -56,6 +59,7 @@ def main() -> None:
     dump = Path(tempfile.mkdtemp())
     if given.how == "hooked":
         os.environ["XLA_AUTO_SPMD_MESH"] = MESH
+    if given.how != "host":  # written in both modes, since it takes part of a first step
         os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump} --xla_dump_hlo_as_text --xla_dump_hlo_pass_re=NONE"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -135,18 +139,21 @@ class Told:
         self._own: Own | None = None
         self._shares: list[float] = []
         self._compiled: list[int] = []
+        self._firsts: list[list[float]] = []
         self.found: dict[str, Any] = {}
-        self._began = time.perf_counter()
+        self._began = now()
 
     def __call__(self, *words: Any, **_: Any) -> None:
         numbers = [float(word) for word in words if isinstance(word, float)]
-        took = time.perf_counter() - self._began
+        took, processor = (end - start for start, end in zip(self._began, now(), strict=True))
         self._numbers.append(numbers)
         if words[0] == "step":
+            if self._steps < FIRST:
+                self._firsts.append([took, processor])
             self._step(took)
         elif self._own is not None:
             self._own.take()  # discards the time before the first step
-        self._began = time.perf_counter()
+        self._began = now()
 
     def _step(self, took: float) -> None:
         self._steps += 1
@@ -159,7 +166,8 @@ class Told:
         if self._steps == STEPS:
             self._end()
         elif self._warm <= self._steps <= STEPS - COUNTED and (self._steps - WARM) % TURN == 0:
-            self._out.write(json.dumps({"turn": self._turn}) + "\n")
+            first = {"firsts": self._firsts, "peak": peak()} if self._steps == self._warm else {}
+            self._out.write(json.dumps({"turn": self._turn} | first) + "\n")
             self._out.flush()
             self._turn = []
             sys.stdin.readline()
@@ -212,6 +220,16 @@ class Own:
         """Return the seconds since the last call."""
         spent, self._spent = self._spent, 0.0
         return spent
+
+
+def now() -> tuple[float, float]:
+    """Return wall and processor seconds."""
+    return time.perf_counter(), time.process_time()
+
+
+def peak() -> int:
+    """Return the most bytes of memory that the process has had."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def compiled() -> int:

@@ -13,6 +13,10 @@ run is plain PyTorch on the CPU, whose distance from the unhooked run is roundin
 read from the program that XLA runs in them, by mesh axis, and compared with their plan. The table shows the axis that
 differs most, of the axes with at least 1% of the plan's bytes.
 
+The first steps of the scripts in `programs/larger` are timed too, and the peak memory of their processes is read. For
+them a hooked and an unhooked process come first, one after the other, and nothing is in the cache of decisions. The
+processes that run in turn follow, and the hooked one finds its decision there.
+
 Some scripts compile more with the hook, and the table has the causes. A planned step is a program of its own, while
 without the hook the program of the first step is used again. A step may be cut by ops that PyTorch/XLA computes on the
 host, or by numbers that are read in it. Such a step has pieces that run whole before there is a plan.
@@ -21,6 +25,7 @@ Rows are saved in `experiments/results/torch_xla_scripts.json`; the table is `to
 """
 
 import ast
+import contextlib
 import json
 import math
 import os
@@ -37,8 +42,10 @@ from experiments.lib.harness import ROOT, Experiment, Rows, grid, page, plain
 
 
 PROGRAMS = {path.stem: path for path in sorted((ROOT / "experiments/torch_xla/programs").glob("*/*.py"))}
-LIMIT_S = 300.0
+LIMIT_S = 900.0
 ALLOWED, OVERHEAD, WIRE = 1e-5, 0.05, 0.05
+STEP_MARK, FIRST_MARK, MEMORY_MARK = 1.0, 1.3, 1.0
+"""Largest ratios of larger scripts to the unhooked run: of a step's time, the first step's time, and peak memory."""
 
 MORE = {
     "accelerated": "the first small batch's planned step, which no later one repeats",
@@ -74,7 +81,7 @@ SENDS = {
 class Run:
     """A process of `torch_xla_script.py`, which waits for its turns."""
 
-    def __init__(self, name: str, *how: str) -> None:
+    def __init__(self, name: str, *how: str, cache: str = "") -> None:
         self._stderr = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "experiments.lib.torch_xla_script", name, *how],
@@ -83,10 +90,11 @@ class Run:
             stderr=self._stderr,
             text=True,
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+            env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "AUTOSHARD_CACHE_DIR": cache},
         )
         self._late = threading.Timer(LIMIT_S, self._process.kill)
         self._late.start()
+        self.first: dict[str, Any] = {}
         self.end: dict[str, Any] | None = None
 
     def __enter__(self) -> "Run":
@@ -100,7 +108,7 @@ class Run:
 
     def turn(self) -> list[float]:
         """Return the seconds of the steps until the process waits; at its end an empty list, and `end` has its
-        report.
+        report. The first turn sets `first`: times of the first steps, and peak memory.
         """
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -111,6 +119,7 @@ class Run:
             raise RuntimeError(errors[-1] if errors else f"it ended with {self._process.returncode}")
         record = json.loads(line)
         self.end = record.get("end")
+        self.first |= {key: record[key] for key in ("firsts", "peak") if key in record}
         return record.get("turn", [])
 
     def go_on(self) -> None:
@@ -122,12 +131,22 @@ class Run:
 def compare(name: str) -> dict[str, Any]:
     """Run a script in both ways, and compare."""
     turns: dict[str, list[list[float]]] = {"hooked": [], "unhooked": []}
+    firsts: dict[str, list[dict[str, Any]]] = {"hooked": [], "unhooked": []}
     ends: dict[str, dict[str, Any]] = {}
     try:
-        with Run(name, "hooked") as hooked, Run(name, "unhooked") as unhooked:
-            runs = {"hooked": hooked, "unhooked": unhooked}
+        with contextlib.ExitStack() as stack:
+            cache = stack.enter_context(tempfile.TemporaryDirectory())
+            if is_larger(name):
+                for how in turns:
+                    with Run(name, how, cache=cache) as run:
+                        run.turn()
+                        firsts[how].append(run.first)
+            runs: dict[str, Run] = {}
+            for how in turns:  # one after the other, so that first steps have the machine to themselves
+                runs[how] = stack.enter_context(Run(name, how, cache=cache))
+                runs[how].turn()
+                firsts[how].append(runs[how].first)
             for run in runs.values():
-                run.turn()
                 run.go_on()
             number = 0
             while len(ends) < 2:
@@ -151,6 +170,7 @@ def compare(name: str) -> dict[str, Any]:
         "compiled": [ours["compiled"][-1], theirs["compiled"][-1]],
         "compiled by step": [ours["compiled"], theirs["compiled"]],
         "turns": turns,
+        "firsts": firsts,
         "shares": ours["shares"],
         "wire": ours["wire"],
         **{key: ours[key] for key in ("parameters", "elements", "plans", "notes", "said")},
@@ -161,6 +181,11 @@ def compare(name: str) -> dict[str, Any]:
         row["hooked to host"] = apart(ours["numbers"], name, "host")
         row["unhooked to host"] = apart(theirs["numbers"], name, "host")
     return row
+
+
+def is_larger(name: str) -> bool:
+    """Return True for a script whose first steps and memory are compared."""
+    return PROGRAMS[name].parent.name == "larger"
 
 
 def apart(numbers: Sequence[Sequence[float]], name: str, *how: str) -> float | str:
@@ -280,7 +305,9 @@ def table(rows: Rows) -> str:
         lines.append([plain(cell) for cell in cells])
     return page(
         "# Whole scripts under auto-sharding, and without it",
-        *str(__doc__).split("\n\n")[2:4],
+        *str(__doc__).split("\n\n")[2:5],
+        *costs(rows),
+        "## All scripts",
         summary(rows),
         grid(
             "script | what it is | numbers | largest difference (of rounding alone; hooked, unhooked to "
@@ -289,6 +316,48 @@ def table(rows: Rows) -> str:
             lines,
         ),
     )
+
+
+def costs(rows: Rows) -> list[str]:
+    """Return a table of the costs of larger scripts with their marks; empty without such rows."""
+    lines = []
+    for name, row in rows.items():
+        if not is_larger(name) or "error" in row:
+            continue
+        (cold, cached), theirs = row["firsts"]["hooked"], row["firsts"]["unhooked"]
+        cells = [name.removeprefix("larger_"), marked(statistics.median(ratios(row)), STEP_MARK)]
+        for part in (cold, cached):
+            wall, processor = (
+                part["firsts"][0][clock] / statistics.mean(each["firsts"][0][clock] for each in theirs)
+                for clock in range(2)
+            )
+            cells.append(f"{marked(processor, FIRST_MARK)} ({wall:.2f})")
+        steps = [each["firsts"] for each in (cold, cached, *theirs)]
+        cells.append("; ".join(", ".join(f"{processor:.1f}" for _, processor in each) for each in steps))
+        cells.append(f"{row['compiled'][0]}, {row['compiled'][1]}")
+        most = [max(each["peak"] for each in part) for part in ([cold], theirs)]
+        lines.append([*cells, marked(most[0] / most[1], MEMORY_MARK), f"{most[0] / 1e9:.1f}, {most[1] / 1e9:.1f}"])
+    if not lines:
+        return []
+    return [
+        "## Costs of larger scripts",
+        f"The models are scaled down, so that a row takes two minutes on two idle cores. Ratios are of the hooked run "
+        f"to the unhooked one. Bold ones exceed the marks: {STEP_MARK:g} for a step and for the peak memory of the "
+        f"process, {FIRST_MARK:g} for a first step. First steps include tracing, planning, compilation and the run. "
+        "Their figures are processor seconds, with the ratio of wall seconds in brackets, since the machine is shared. "
+        "The second step compiles too, in both modes.",
+        grid(
+            "script | step | first step | first step, decision cached | processor seconds of the first two steps: "
+            "hooked; cached; unhooked twice | compiled, unhooked | peak memory | GB, unhooked",
+            lines,
+        ),
+    ]
+
+
+def marked(ratio: float, mark: float) -> str:
+    """Format a ratio, in bold if it exceeds its mark."""
+    text = f"{ratio:.2f}"
+    return f"**{text}**" if ratio > mark else text
 
 
 def on_host(row: dict[str, Any]) -> list[str]:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost import Mesh
-from autoshard.errors import UserError
+from autoshard.errors import PinError, UserError
 from autoshard.planning.record.spec import Spec, parse_spec_text
 from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.dim_groups import Groups, tensor_groups
@@ -248,16 +248,13 @@ def require(model: Model, groups: Groups, asked: Asked) -> Required:
     for pin in asked.pins:
         for name, tensor in all_demands.matching(pin.pattern, pin.flag):
             all_demands.add(name, all_demands.pin(pin, name, tensor))
-    for pattern in asked.replicate:
-        option = f"--replicate {pattern}"
+    whole = [(pattern, (), False, f"--replicate {pattern}") for pattern in asked.replicate]
+    barred = [(pattern, axes, True, f"--forbid {pattern}={','.join(axes)}") for pattern, axes in asked.forbid]
+    for pattern, axes, is_open, option in (*whole, *barred):
         for name, tensor in all_demands.matching(pattern, option):
             rank = len(model.graph.tensors[tensor].shape)
-            all_demands.add(name, Demand(tensor, ((),) * rank, (False,) * rank, (), option))
-    for pattern, axes in asked.forbid:
-        option = f"--forbid {pattern}={','.join(axes)}"
-        for name, tensor in all_demands.matching(pattern, option):
-            rank = len(model.graph.tensors[tensor].shape)
-            all_demands.add(name, Demand(tensor, ((),) * rank, (True,) * rank, all_demands.axes(axes, option), option))
+            barred_axes = all_demands.axes(axes, option)
+            all_demands.add(name, Demand(tensor, ((),) * rank, (is_open,) * rank, barred_axes, option))
     for axis, names in asked.axis_only:
         all_demands.keep_axis(axis, names)
     return Required(all_demands.allowed, all_demands.pinned)
@@ -377,20 +374,21 @@ class _Requirements:
     def add(self, name: str, demand: Demand) -> None:
         """Restrict the tensor's cluster to a demand, and record its origin for `name`.
 
-        Raises `UserError` if no state satisfies all demands so far, or if a tensor without a cluster would be split.
+        Raises `PinError` if no state satisfies all demands so far, or if a tensor without a cluster would be split.
         """
         structure = self.model.structure
         self.pinned[name] = demand.why if name not in self.pinned else f"{self.pinned[name]} {demand.why}"
         cluster = structure.cluster_of[demand.tensor]
         if cluster < 0:
             if any(demand.dims):
-                raise UserError(f"{demand.why} cannot hold: {name} is a constant or of one element, which stays whole.")
+                why = f"{name} is a constant or of one element, which stays whole"
+                raise PinError(f"{demand.why} cannot hold: {why}.", (name,))
             return
         node = self.model.cluster_node[cluster]
         states = self.model.nodes[node].states
         mask = allowed_states(structure, states, demand)
         if not mask.any():
-            raise UserError(f"{demand.why} cannot hold for {name}: {self.obstacle(cluster, demand)}.")
+            raise PinError(f"{demand.why} cannot hold for {name}: {self.obstacle(cluster, demand)}.", (name,))
         combined = mask & self.allowed.get(node, np.ones(len(states), dtype=bool))
         if not combined.any():
             other, earlier = next(
@@ -398,7 +396,8 @@ class _Requirements:
                 self.demands[node][0],
             )
             shared_spec = "" if other == name else f", since {name} and {other} share one spec"
-            raise UserError(f"{demand.why} contradicts {earlier.why}{shared_spec}: leave one of them out.")
+            sentence = f"{demand.why} contradicts {earlier.why}{shared_spec}: leave one of them out."
+            raise PinError(sentence, (name, other))
         self.demands.setdefault(node, []).append((name, demand))
         self.allowed[node] = combined
 

@@ -63,6 +63,19 @@ def test_an_entry_that_says_nothing_is_not_used(count: list[int], monkeypatch: p
     assert len(count) == 1
 
 
+def test_only_the_tensor_that_a_step_cuts_gets_a_new_spec(count: list[int]):
+    def step(table: Any, w: Any, x: Any) -> Any:
+        return jax.lax.dynamic_update_slice(table, (x @ w)[:1], (1, 0))
+
+    program = trace(step, (f32(2, 32), f32(64, 32), f32(128, 64)), name="cut")
+    capture: Any = SimpleNamespace(program=program, split={}, users=frozenset())
+    mesh = LiveMesh({"data": 4, "model": 2}, range(8))
+    fixed = {0: Spec((("model",), ("data",))), 1: Spec((("data",), ()))}
+    table, weight, _ = decision_cache.kept_decision(capture, "cpu:8", mesh, fixed).specs
+    assert table is not None and not table.dims[0]
+    assert weight == fixed[1]
+
+
 def test_a_mesh_is_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("AUTOSHARD_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(decision_cache, "registrations", tuple)  # without the registrations of other tests

@@ -86,6 +86,20 @@ def test_an_op_that_takes_an_operand_in_another_spec_is_pinned_whole():
     assert pinned(*pins, places=places) == {OUTPUT: (SPLIT,), first: (WHOLE,), TAKEN: (OTHER,), MADE: (OTHER,)}
 
 
+def test_a_value_that_is_read_in_fewer_axes_keeps_its_own_before():
+    """State both specs at the read. With the last alone the op that makes the value would give up the axes too."""
+    graph = {7: ("gather", (4, 0), (5, 0))}
+    pins = (
+        Pin(op=4, index=0, spec=SPLIT),
+        Pin(op=4, index=0, spec=WHOLE, operand=(7, 0)),
+        Pin(op=7, index=0, spec=WHOLE),
+    )
+    places = {FIRST: (4, 0), MADE: (7, 0)}
+    assert pinned(*pins, places=places, graph=graph) == {FIRST: (SPLIT, WHOLE), MADE: (WHOLE,)}
+    given = pinned(*pins, places=places | {OUTPUT: (4, 0)}, graph=graph)
+    assert given == {OUTPUT: (SPLIT,), FIRST: (WHOLE,), MADE: (WHOLE,)}
+
+
 def test_an_argument_that_is_read_in_another_spec_is_pinned_there():
     """Reshard an argument before its op, like a split table that is gathered before a lookup."""
     graph = {7: ("gather", (-1, 0), (4, 0))}

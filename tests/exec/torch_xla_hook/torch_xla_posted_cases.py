@@ -740,3 +740,6 @@ UNHOOKED_DIFFERS = ("complex_weights", "generated")
 
 Gradients of complex products do, and a GPT-2 that is moved with tied weights.
 """
+
+READS = {"resumed": 1}
+"""Additional transfers: saved state that is split in part is fetched in two."""

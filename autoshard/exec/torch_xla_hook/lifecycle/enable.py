@@ -16,7 +16,7 @@ from autoshard.exec.torch_xla_hook.lifecycle.hook_session import Session
 from autoshard.exec.torch_xla_hook.pins.compiled_regions import pin_regions
 from autoshard.exec.torch_xla_hook.pins.input_placement import PlannedInputs, answer_here, watch_moves
 from autoshard.exec.torch_xla_hook.planning.step_files import check_here
-from autoshard.exec.torch_xla_hook.values.device_kernels import expand_norms, lower_to_slices
+from autoshard.exec.torch_xla_hook.values.device_kernels import expand_norms, replace_lowerings
 from autoshard.exec.torch_xla_hook.values.lazy_tensors import leaves, live_on_xla, xlac
 from autoshard.exec.torch_xla_hook.values.live_marks import is_split, sharding_text
 
@@ -111,7 +111,7 @@ def enable(use_spmd: Callable[[], None]) -> Session:
     _session.append(made)
     _stand_in(made)
     expand_norms()
-    lower_to_slices()
+    replace_lowerings()
     train_all_lazily()
     made.arm()
     return made

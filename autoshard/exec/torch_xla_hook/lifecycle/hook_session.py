@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from autoshard.cost import Topology
-from autoshard.errors import UserError
 from autoshard.exec.torch_xla_hook.capture.first_step import Watch
 from autoshard.exec.torch_xla_hook.capture.host_ops import stand_in_on_host
 from autoshard.exec.torch_xla_hook.capture.lazy_graph import Capture, capture, own_sharding
@@ -59,7 +58,6 @@ from autoshard.exec.torch_xla_hook.values.live_marks import (
 )
 from autoshard.exec.torch_xla_hook.values.module_hooks import Guard, error_text, is_strict
 from autoshard.planning import Plan, Spec
-from autoshard.program import Role
 
 
 log = logging.getLogger("autoshard.torch_xla")
@@ -337,15 +335,18 @@ class Session:
     def on_read(self, tensor: Any) -> None:
         """Respond to a read of a value: if a whole step is pending, plan and run it now.
 
-        Nothing is planned if no module has run, or if the step is known and so skipped. Nothing is planned either in
-        the middle of a call, or in a training step before parameters are updated. The data behind such a read is
-        recorded instead.
+        Nothing is planned if no module has run, or if the step is known and so skipped. In training nothing is planned
+        for a value that is computed already, since such a read runs nothing; inference may end with it. Nor is anything
+        planned in the middle of a call, or in a training step before parameters are updated. The data behind such a
+        read is recorded instead.
         """
         watch = self._watch
         if watch is None or not on_xla(tensor) or not watch.seen or is_traced():
             return
         roots: Sequence[Any] = ()
         with self.guard:
+            if watch.training and not any(pending([plain(tensor)])):
+                return
             if watch.is_calling:
                 watch.note_read(plain(tensor))
                 return  # a check of a mask, say
@@ -530,17 +531,8 @@ class Session:
             tensor in self.applied.trained for tensor in captured.tensors if tensor is not None
         )
         fixed = {} if replaces else self.applied.decided(captured, watch.outermost)
-        decide = functools.partial(kept_decision, captured, topology, mesh, free=replaces)
         given = given_decision(captured, mesh) if replaces or not self.plans else None
-        try:
-            decision = given or decide(fixed)
-        except UserError:
-            # New batches have the earlier plan's split, under which this step may have no plan.
-            arguments = captured.program.arguments
-            state = {number: spec for number, spec in fixed.items() if arguments[number].role is not Role.BATCH}
-            if state == fixed:
-                raise
-            decision = decide(state)
+        decision = given or kept_decision(captured, topology, mesh, fixed, free=replaces)
         plan = decision.plan
         if replaces and self.applied.moves(captured, decision):
             # Plans of inference expect another split of these tensors.

@@ -104,14 +104,17 @@ class _Choice:
 
         Further axes of such a pin would propagate back to the value and to its other users. If the value is pinned in
         its own spec (`held`), a pin states that spec first. The same is done for a value whose split a view has
-        changed.
+        changed. It is also done for a value without a pin that gives up axes. Its op would give them up too, and gather
+        its operands.
         """
         pins = {}
         for call, shape, place in self.every:
             if call in self.taken:
                 specs = self.taken[call]
-                is_further = place in held and self.planned.axes(place) < set(specs[-1].axes)
-                own = self._last(place) if is_further or place in self.resplit else ()
+                own_axes, axes = self.planned.axes(place), set(specs[-1].axes)
+                is_further = place in held and own_axes < axes
+                gives_up = place not in held and place[0] >= 0 and not own_axes <= axes
+                own = self._last(place) if is_further or gives_up or place in self.resplit else ()
                 pins[call, shape] = (*own, *specs)
         return pins
 

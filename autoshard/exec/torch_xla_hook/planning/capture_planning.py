@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from autoshard.errors import UserError
+from autoshard.errors import PinError, UserError
 from autoshard.exec.torch_xla_hook.capture.lazy_graph import Capture
 from autoshard.exec.torch_xla_hook.planning.runtime_topology import memory_limit_here
 from autoshard.exec.torch_xla_hook.values.live_marks import LiveMesh
@@ -44,12 +44,31 @@ def best_mesh(capture: Capture, topology: str) -> dict[str, int]:
 
 
 def decide(capture: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, Spec], free: bool = False) -> Decision:
-    """Plan a captured graph.
+    """Plan a captured graph under the specs of earlier plans, as far as it has a plan under them.
 
     - `topology`: name of the devices' topology.
     - `mesh`: mesh to plan for.
     - `fixed`: specs by argument number that an earlier plan or an earlier step gave.
     - `free`: if True, arguments that are split for another reason may change their spec.
+
+    An earlier step may have split a tensor in a dim that this step cuts. Such a tensor gets a new spec, and if no
+    single tensor is in the way, all batch arrays do. Raises `UserError` if no plan satisfies the marks.
+    """
+    arguments = capture.program.arguments
+    while True:
+        try:
+            return _decide(capture, topology, mesh, fixed, free)
+        except UserError as error:
+            names = error.names if isinstance(error, PinError) else ()
+            odd = [number for name in names for number in fixed if arguments[number].name == name][:1]
+            odd = odd or [number for number in fixed if arguments[number].role is Role.BATCH]
+            if not odd:
+                raise
+            fixed = {number: spec for number, spec in fixed.items() if number not in odd}
+
+
+def _decide(capture: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, Spec], free: bool) -> Decision:
+    """Plan a captured graph under all of these specs.
 
     Arguments that the user has split keep their marks. Other split arguments got their split from an earlier plan by
     propagation; they keep it where a plan with it exists. The plan that splits nothing can be the fastest, as for small

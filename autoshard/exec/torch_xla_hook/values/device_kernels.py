@@ -1,4 +1,4 @@
-"""Kernels of `aten` ops on the XLA device that replace PyTorch/XLA's, so that XLA sees ops that it can shard."""
+"""Kernels of `aten` ops on the XLA device that replace PyTorch/XLA's: XLA can shard their ops, and values are right."""
 
 import functools
 import math
@@ -138,8 +138,9 @@ def _spread(row: Any, value: Any) -> Any:
 
 
 @functools.cache
-def lower_to_slices() -> None:
-    """Replace PyTorch/XLA's kernels of unsafe split, constant pad and masked scatter, until the process ends.
+def replace_lowerings() -> None:
+    """Replace PyTorch/XLA's kernels of unsafe split, constant pad, masked scatter and ELU's gradient, until the
+    process ends.
 
     The new kernels slice, and give every value a shape that does not depend on data. Later calls do nothing.
     """
@@ -154,8 +155,21 @@ def lower_to_slices() -> None:
             "masked_scatter": _masked_scatter,
             "masked_scatter_backward": _masked_scatter_backward,
             "constant_pad_nd": functools.partial(_pad, functools.partial(pad, keys)),
+            "elu_backward": _elu_backward,
         }
     )
+
+
+def _elu_backward(gradient: Any, alpha: Any, scale: Any, input_scale: Any, is_result: bool, value: Any) -> Any:
+    """Compute `aten::elu_backward`; `value` is the result of ELU if `is_result`, else its input.
+
+    PyTorch/XLA 2.9 always takes `value` for the result, so that its gradients of ELU, CELU and SELU are wrong below 0.
+    """
+    import torch
+
+    # The exponential of a large input, whose gradient is the other one, would be infinite.
+    slope = value + alpha * scale if is_result else (value * input_scale).clamp(max=0).exp() * (alpha * scale)
+    return torch.where(value > 0, gradient * scale, gradient * slope * input_scale)
 
 
 def _split(value: Any, size: int, dim: int = 0) -> list[Any]:
