@@ -246,21 +246,28 @@ def test_hopeless_meshes_are_folded_away(plan: Plan):
 
 
 def test_another_plan_is_compared(plan: Plan):
+    renamed = {"data": ("rows",), "model": ("columns", "lanes")}
     other = dataclasses.replace(
         plan,
-        mesh={"data": 16, "model": 16},
-        arguments=plan.arguments | {"lm_head.weight": Spec((("data",), ()))},
-        prediction=plan.baselines["fsdp"],
+        mesh={"rows": 32, "columns": 4, "lanes": 2},
+        arguments={
+            name: Spec(tuple(tuple(over for axis in axes for over in renamed[axis]) for axes in spec.dims))
+            for name, spec in plan.arguments.items()
+        }
+        | {"lm_head.weight": Spec((("rows",), ()))},
+        pins=(),
+        prediction=dataclasses.replace(plan.baselines["fsdp"], collectives=()),
     )
     text = " ".join(Page(html_report(plan, compare=other)).text.split())
-    assert "1 of 34 common arguments are split differently." in text
-    assert "lm_head.weight 128256/model x 4096/data 128256/data x 4096" in text
+    assert "1 of 34 common arguments are split differently" in text
+    split = sum(bool(spec.axes) for name, spec in plan.arguments.items() if name != "lm_head.weight")
+    assert split > 10 and f"{split} are split into the same parts over axes of other names." in text
+    assert "lm_head.weight 128256/model x 4096/data 128256/rows x 4096" in text
     assert "step time 3.22 s 3.47 s" in text
     bars = html_report(plan, compare=other).partition('<div class="bars">')[2].partition("</section>")[0]
     names = re.findall(r'<span class="name"><bdi>(.*?)</bdi>', bars)
-    assert names[:2] == ["this plan", f"compared: {plan.program_name} on data=16, model=16"] and len(names) == 2 + len(
-        plan.baselines
-    )
+    assert names[:2] == ["this plan", f"compared: {plan.program_name} on rows=32, columns=4, lanes=2"]
+    assert len(names) == 2 + len(plan.baselines)
 
 
 def test_a_measurement_follows_the_plan(plan: Plan):

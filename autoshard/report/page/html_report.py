@@ -280,6 +280,7 @@ def _comparison(plan: Plan, other: Plan) -> dict[str, Any]:
         "more": max(len(changes.specs) - DIFFERENCES, 0),
         "different": len(changes.specs),
         "shared": changes.shared,
+        "renamed": changes.renamed,
         "only": [len(changes.only_first), len(changes.only_second)],
         "inside": changes.inside[:DIFFERENCES],
         "more_inside": max(len(changes.inside) - DIFFERENCES, 0),
