@@ -73,7 +73,7 @@ class SumPlaces:
         results = [result_states(self.graph.ops[each], states, 0) for each, (_, states) in zip(ops, ends, strict=True)]
         (own, rows), (other, columns) = ((states[first], at) for states in results for first, at in [distinct(states)])
         # One of the results may be transposed, so their dims are compared by the factors of their common cluster.
-        first, last = (
+        own_dims, other_dims = (
             relabel(np.maximum(each, PARTIAL), self.structure.dims_of[self.graph.ops[op].results[0]])
             for each, op in zip((own, other), ops, strict=True)
         )
@@ -83,7 +83,7 @@ class SumPlaces:
         nodes = ends[0][0], ends[1][0]
         trips = self.graph.trips(op.loop)
         each = Reshard(*nodes, record.id, op.id, op.loop, trips, Overlap.NONE, rows, columns, {}, None, path)
-        alike = (first[:, None, :] == last[None, :, :]).all(axis=2)
+        alike = (own_dims[:, None, :] == other_dims[None, :, :]).all(axis=2)
         runs: NDArray[np.bool_] = ~alike & np.any(own <= PARTIAL, axis=1, keepdims=True)
         costs = self._at_pairs(self._seconds(each, op.loop), runs)
         if costs:

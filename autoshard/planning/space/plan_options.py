@@ -277,10 +277,11 @@ def _check_rate(topology: Topology, form: str | None) -> None:
     chip, traits = topology.chip, topology.traits
     if form in (None, "none") or traits.shares_machine or form not in chip.peak_flops_per_s:
         return
+    faster = _faster_forms(topology)
     if form == "int8" and not traits.int8_to_floats:
-        other = "use fp8" if topology.peak_flops("fp8") > topology.peak_flops("bf16") else "leave it out"
+        other = "use fp8" if "fp8" in faster else "leave it out"
         raise UserError(f"--quantize int8: XLA has no such matmuls with results in floats for {chip.name}; {other}.")
-    if topology.peak_flops(form) <= topology.peak_flops("bf16"):
+    if form not in faster:
         raise UserError(
             f"--quantize {form}: compiled steps multiply {form} no faster than bfloat16 on {chip.name}; leave it out."
         )
