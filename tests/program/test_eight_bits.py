@@ -214,7 +214,9 @@ def test_a_chip_without_the_rate_is_refused(form: str, topology: str, refused: b
     [("v5e:2x4", ["int8"]), ("v6e:2x4", ["int8"]), ("h100:8", ["fp8"]), ("v4:2x2x1", []), ("cpu:8", [])],
 )
 def test_the_forms_to_choose_from_are_those_that_the_chip_multiplies_faster(topology: str, forms: list[str]) -> None:
-    assert list(source_choices({"quantize": "auto"}, topology)["quantize"]) == ["none", *forms]
+    assert list(source_choices({"quantize": "auto", "train": True}, topology)["quantize"]) == ["none", *forms]
+    with pytest.raises(UserError, match="--quantize is for training steps"):
+        source_choices({"quantize": "auto"}, topology)
     for form in ("int8", "fp8"):
         if form not in forms and topology != "cpu:8":
             with pytest.raises(UserError):

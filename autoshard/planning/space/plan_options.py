@@ -216,6 +216,8 @@ def source_choices(options: Mapping[str, Any], topology: str) -> Choices:
     if options.get("pad") == AUTO:
         choices["pad"] = ("none", *PADS)
     if options.get("quantize") == AUTO:
+        if not options.get("train"):
+            raise UserError("--quantize is for training steps; add --train, or leave it out.")
         choices["quantize"] = ("none", *_faster_forms(Topology.parse(topology)))
     parts = _part_choices(options, topology)
     if parts:
