@@ -53,6 +53,11 @@ AHEAD = 12
 """Number of best sets from DTensor's propagation that XLA's propagation then completes."""
 RUN = 8
 """Most sets of specs that are priced as a form that gathers runs them, once the search is over."""
+NEAR = 0.02
+"""Share of a certified bound for all plans by which a plan that gathers parameters may be slower to end the search.
+
+A search that also tries tensor parallelism takes half a minute, and cannot save more than this share.
+"""
 NAMED = 400
 """Most mappings of names that are priced for one plan."""
 
@@ -141,8 +146,9 @@ def plan_within(
     else:
         search = _FormSearch(form, model, groups, required, limits, progress)
         gathered = search.gathered(found) if form.gathers else None
-        several = form.tensor and len(wide_axes(model, range(len(model.axis_sizes)))) > 1
-        best = search.run(found) if several or (gathered is None and form.tensor) else None
+        several = len(wide_axes(model, range(len(model.axis_sizes)))) > 1
+        near = gathered is not None and gathered.expected_s <= found.bound_s * (1 + NEAR)
+        best = search.run(found) if form.tensor and not near and (several or gathered is None) else None
         best, origin = min((each for each in (gathered, best) if each is not None), key=_rank, default=None), {}
     if best is None and form.gathers:
         raise InfeasibleError(

@@ -236,6 +236,21 @@ def test_a_baseline_that_a_form_holds_is_no_faster_than_the_plan(form: str, monk
     assert within.best.outcome.step_time_s <= found.baselines["data_parallel"].outcome.step_time_s * 1.001
 
 
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_a_plan_of_fsdp_near_the_bound_of_all_plans_ends_the_search(share: float, monkeypatch: pytest.MonkeyPatch):
+    model, named = _model(trained(4096)), form_named("fsdp2")
+    groups = analyse_program(model.program, "tpu").groups
+    limits = Limits(model.mesh.topology.usable_bytes, 10.0, 0)
+    found = search(model, baselines(model, groups), limits, lambda line: None)
+    tried: list[str] = []
+    monkeypatch.setattr(within_form._FormSearch, "run", lambda *_: tried.append("tensor parallelism"))
+    seconds = plan_within(named, model, groups, found, Required({}, {}), limits, lambda line: None).best.expected_s
+    tried.clear()
+    found = dataclasses.replace(found, bound_s=share * seconds)
+    again = plan_within(named, model, groups, found, Required({}, {}), limits, lambda line: None).best
+    assert again.expected_s == seconds and bool(tried) == (share < 1.0)
+
+
 def test_what_is_asked_for_holds_within_a_form():
     program = mlp()
     plan = autoshard.plan(program, topology="v5e:2x4", mesh=MESH, form="dtensor", pins={"params.up": "None,model"})
