@@ -6,7 +6,15 @@ from typing import Any
 
 from autoshard.mlir.annotations import CONSTRAINT, SpecLike, axes_of, read_shardings, set_shardings
 from autoshard.mlir.inline import inline_calls
-from autoshard.mlir.module import argument_entries, code_line, collect, location_name, main_function, parse_module
+from autoshard.mlir.module import (
+    argument_entries,
+    code_line,
+    collect,
+    location_name,
+    main_function,
+    maker_of,
+    parse_module,
+)
 from autoshard.mlir.numbering import number_ops
 from autoshard.mlir.stated_shardings import manual_axes
 
@@ -23,12 +31,15 @@ def run_propagation(module: Any) -> Any:
     """Run Shardy's whole propagation pipeline on the module (in place), and return the module.
 
     Ops have `sdy.sharding` afterwards, except those for which Shardy finds no split. Shardy may add and remove ops.
-    Broadcasts get the form in which XLA propagates them.
+    Broadcasts and loops get the form in which XLA propagates them.
     """
     from jaxlib.mlir import passmanager
 
     with module.context:
         _lower_broadcasts(module)
+        for loop in collect(main_function(module).operation, {"stablehlo.while"}):
+            _capture_unchanged(loop)
+        _open_captured(module)
         passmanager.PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(module.operation)
     return module
 
@@ -55,6 +66,55 @@ def _lower_broadcasts(module: Any) -> None:
         op.erase()
 
 
+def _capture_unchanged(loop: Any) -> None:
+    """Let a loop capture the values that it carries and returns as they are, as XLA's import of HLO does (in place).
+
+    The loop still carries them, but its regions and the ops after it use the value before the loop.
+    """
+    bodies = [region.blocks[0] for region in loop.regions]
+    last = bodies[1].operations[len(bodies[1].operations) - 1]
+    for number, argument in enumerate(bodies[1].arguments):
+        if last.operands[number] == argument:
+            for value in (*(body.arguments[number] for body in bodies), loop.results[number]):
+                value.replace_all_uses_with(loop.operands[number])
+
+
+def _open_captured(module: Any) -> None:
+    """Let Shardy split values with given shardings further inside of loops that capture them (in place).
+
+    XLA puts the same constraint, with open dims, before each outermost loop that captures such a value.
+    """
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import sdy
+
+    main = main_function(module).operation
+    entries = argument_entries(main, "arg_attrs")
+    arguments = zip(main.regions[0].blocks[0].arguments, entries, strict=False)
+    given = [(value, entry["sdy.sharding"]) for value, entry in arguments if "sdy.sharding" in entry]
+    given += [(op.results[0], op.attributes["sharding"]) for op in collect(main, {CONSTRAINT})]
+    for value, attribute in given:
+        sharding, opened = sdy.TensorShardingAttr(attribute), dict[Any, Any]()
+        for use in list(value.uses):
+            loop = _outermost_capture(value, use.owner)
+            if loop is not None and loop not in opened:
+                dims = [sdy.DimensionShardingAttr.get([], is_closed=False) for _ in sharding.dimension_shardings]
+                free = sdy.TensorShardingAttr.get(sharding.mesh_or_ref, dims)
+                with ir.InsertionPoint(loop), loop.location:
+                    opened[loop] = sdy.ShardingConstraintOp(value, free).operation.results[0]
+            if loop is not None:
+                use.owner.operands[use.operand_number] = opened[loop]
+
+
+def _outermost_capture(value: Any, user: Any) -> Any | None:
+    """Return the outermost loop around `user` that does not contain the value's definition; None without one."""
+    maker, loop = maker_of(value), None
+    home = maker.parent if maker is not None else value.owner.owner
+    while (parent := user.parent) is not None and parent.operation != home.operation:
+        user = parent.operation
+        loop = user if user.name == "stablehlo.while" else loop
+    return loop
+
+
 def propagated_specs(
     module: bytes, sizes: Mapping[str, int], arguments: Sequence[SpecLike | None], results: Sequence[SpecLike | None]
 ) -> dict[tuple[int, int], Dims | None]:
@@ -77,15 +137,19 @@ def propagated_specs(
         for number, op in enumerate(number_ops(parsed)):
             op.attributes[_NUMBER] = ir.IntegerAttr.get(integer, number)
     run_propagation(parsed)
-    specs: dict[tuple[int, int], Dims | None] = {(-1, i): dims for i, dims in enumerate(_argument_specs(parsed))}
+    given = _argument_specs(parsed)
+    specs: dict[tuple[int, int], Dims | None] = {(-1, i): dims for i, dims in enumerate(given)}
     for op in number_ops(parsed):
         if _NUMBER not in op.attributes:
             continue
         number, width = ir.IntegerAttr(op.attributes[_NUMBER]).value, len(op.results)
         for index, dims in enumerate(read_shardings(op)):
-            specs[(number, index)] = dims
             if op.name == "stablehlo.while":
+                last = op.regions[1].blocks[0].operations
+                if last[len(last) - 1].operands[index] == op.operands[index]:  # the loop leaves it unchanged
+                    dims = _spec_of(op.operands[index], given)
                 specs[(number, width + index)] = dims
+            specs[(number, index)] = dims
     return specs
 
 

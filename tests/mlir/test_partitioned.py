@@ -1,7 +1,9 @@
 """Shardings, pins, regions and groups, compared with programs that XLA partitions and runs on eight devices."""
 
 import dataclasses
+import math
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -94,6 +96,58 @@ def test_rows_of_a_lookup_are_split_as_xla_splits_them(table: Any, ids: Any, hea
     for value, theirs in zip(ops[-1].operands, lowering.compile().output_shardings, strict=True):
         ours = placed(*(dim or None for dim in specs_of[place_of(value, numbers)] or ()))
         assert theirs.is_equivalent_to(ours, 2), (ours, theirs)
+
+
+def scanned_step(weights: Any, moments: Any, ids: Any) -> Any:
+    """Compute one step with recomputed layers in a loop, whose gradients meet an average in the optimizer's state."""
+
+    def layer(x: Any, w: Any) -> tuple[Any, None]:
+        return x + jnp.tanh((x * w["scale"]) @ w["up"]) @ w["down"], None
+
+    def loss(weights: Any) -> Any:
+        layers = {name: array for name, array in weights.items() if name != "table"}
+        return jnp.square(jax.lax.scan(jax.checkpoint(layer), weights["table"][ids], layers)[0]).mean()
+
+    moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, jax.grad(loss)(weights))
+    return jax.tree.map(jnp.subtract, weights, moments), moments
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("dims", [(0, 0), (1, 2), (2, 1)])
+def test_matmuls_of_a_loop_are_split_as_xla_splits_them(dims: tuple[int, int]) -> None:
+    """Give the batch's axes to dims of the optimizer's state too; 0 leaves the moment of a matrix whole.
+
+    They meet in the backward pass's loop, which reads the activations that the forward pass saved.
+    """
+    layers, batch, width, ffn = 3, 80, 16, 48
+    axes, whole = tuple(SIZES), placed()
+    shapes = {"down": (layers, ffn, width), "scale": (layers, width), "table": (32, width), "up": (layers, width, ffn)}
+    weights = {name: random(*shape, seed=seed) for seed, (name, shape) in enumerate(shapes.items())}
+    matrices = [placed(*(axes if each == dim else None for each in range(3))) if dim else whole for dim in dims]
+    moments = {"down": matrices[0], "scale": placed(None, axes), "table": placed(axes), "up": matrices[1]}
+    places = jax.tree.map(lambda _: whole, weights), moments, placed(axes)
+    state = (weights, weights, np.arange(batch) % 32)
+    lowering = jax.jit(scanned_step, in_shardings=places, out_shardings=places[:2]).lower(*state)
+    inlined = mlir.inline_calls(mlir.parse_module(mlir.to_bytes(lowering.compiler_ir("stablehlo"))))
+    leaves = zip(jax.tree.leaves(places), jax.tree.leaves(state), strict=True)
+    specs = [spec_of_placed(place, array.ndim) for place, array in leaves]
+    specs_of = mlir.propagated_specs(mlir.to_bytes(inlined), SIZES, specs, specs[:-1])
+    ours: Counter[tuple[int, ...]] = Counter()
+    for number, op in enumerate(mlir.number_ops(inlined)):
+        if op.name == "stablehlo.dot_general":
+            shape = mlir.tensor_type(op.results[0].type)[0]
+            split = specs_of[number, 0] or ((),) * len(shape)
+            ours[tuple(n // math.prod(SIZES[a] for a in d) for n, d in zip(shape, split, strict=True))] += 1
+    found = re.finditer(r"f32\[([\d,]+)\]\S* dot\(", lowering.compile().as_text())
+    theirs = Counter(tuple(map(int, each[1].split(","))) for each in found)
+    for rows in ((batch // 8, ffn), (batch // 8, width)):
+        assert ours[rows] == theirs[rows] > 0, (ours, theirs)
+
+
+def spec_of_placed(place: NamedSharding, rank: int) -> Spec:
+    """Return the spec of a sharding on the mesh."""
+    dims = [() if each is None else (each,) if isinstance(each, str) else tuple(each) for each in place.spec]
+    return Spec((*dims, *[()] * (rank - len(dims))))
 
 
 @pytest.mark.heavy

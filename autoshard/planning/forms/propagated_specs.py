@@ -40,6 +40,18 @@ def typed_choices(model: Model, choices: NDArray[np.int64]) -> dict[int, int]:
     return {node: int(choices[node]) for node in nodes}
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Completion:
+    """Choices to which given specs complete."""
+
+    choices: NDArray[np.int64]
+    """Alternative of every node."""
+    disputed: bool
+    """True if XLA splits a matmul's result along another dim than the values that share its spec here: the choices are
+    not what it compiles.
+    """
+
+
 @dataclasses.dataclass(frozen=True)
 class Propagation:
     """Completion of argument specs to choices on one model."""
@@ -53,16 +65,28 @@ class Propagation:
     def choices(
         self, given: Given, inner: Iterable[tuple[int, mlir.Dims]] = (), fixed: Mapping[int, int] | None = None
     ) -> NDArray[np.int64]:
-        """Return the alternative of every node (int array [nodes]), completed from argument specs.
+        """Return the choices of `complete`: the alternative of every node (int array [nodes])."""
+        return self.complete(given, inner, fixed).choices
+
+    def complete(
+        self,
+        given: Given,
+        inner: Iterable[tuple[int, mlir.Dims]] = (),
+        fixed: Mapping[int, int] | None = None,
+        matmuls: bool = False,
+    ) -> Completion:
+        """Complete argument specs to the alternative of every node.
 
         - `given`: specs of arguments by name.
         - `inner`: specs of computed values by tensor, which only `Rest.NAMES` uses.
         - `fixed`: alternatives of the nodes of values with types in the code; types alone then decide all others.
+        - `matmuls`: True to let results of matmuls alone decide where they are disputed.
 
         Values are decided first, by the system of `rest`; open ones take state 0. Then copies and ops take the
         alternative with the least seconds between these values.
         """
         chosen = np.full(len(self.model.nodes), -1, dtype=np.int64)
+        disputed = False
         self._apply_given(chosen, given)
         if fixed is not None:
             chosen[list(fixed)] = list(fixed.values())
@@ -72,7 +96,7 @@ class Propagation:
         elif self.rest is Rest.NAMES:
             self._apply_names(chosen, inner)
         else:
-            self._propagate_with_shardy(chosen, given)
+            disputed = self._propagate_with_shardy(chosen, given, matmuls)
         for node in range(len(chosen)):
             if chosen[node] < 0 and self.model.nodes[node].kind == "cluster":
                 chosen[node] = 0
@@ -84,7 +108,7 @@ class Propagation:
                 chosen[node] = self._cheapest(node, chosen, allowed=self._runs_alone(op_id))
         for node in self.copies:
             chosen[node] = self._cheapest(node, chosen)
-        return chosen
+        return Completion(chosen, disputed)
 
     # Given specs
 
@@ -120,11 +144,12 @@ class Propagation:
 
     # XLA
 
-    def _propagate_with_shardy(self, chosen: NDArray[np.int64], given: Given) -> None:
+    def _propagate_with_shardy(self, chosen: NDArray[np.int64], given: Given, matmuls: bool) -> bool:
         """Choose the state of every open cluster as Shardy's propagation does (in place).
 
         The program's results have the specs of the arguments that they replace, or those of `results`. Values that
-        Shardy's passes replace are left to `_fill`.
+        Shardy's passes replace are left to `_fill`. With `matmuls`, disputed results of matmuls decide for their
+        clusters. Return True if any result is disputed (`Completion.disputed`).
         """
         model, program = self.model, self.model.program
         arguments = [given.get(a.name) for a in program.arguments]
@@ -132,6 +157,7 @@ class Propagation:
             arguments[r.argument] if r.argument is not None else self.results.get(r.name) for r in program.results
         ]
         specs = mlir.propagated_specs(self.inlined, model.mesh.axes, arguments, results)
+        disputed = False
         for cluster in model.structure.clusters:
             node = model.cluster_node[cluster.id]
             if chosen[node] < 0:
@@ -143,7 +169,21 @@ class Propagation:
                 ]
                 if wanted:
                     chosen[node] = self._nearest(node, wanted)
+                    other = [each for each in wanted if self._is_disputed(node, int(chosen[node]), *each)]
+                    disputed = disputed or bool(other)
+                    if matmuls and other:
+                        chosen[node] = self._nearest(node, other)
         self._fill(chosen)  # results of ops that Shardy's passes replace
+        return disputed
+
+    def _is_disputed(self, node: int, state: int, tensor: int, wanted: mlir.Dims) -> bool:
+        """Return True for a matmul's result of which a state of its cluster splits another dim than `wanted` does."""
+        model, maker = self.model, self.model.graph.maker(tensor)
+        if maker is None or maker.kind not in ("dot_general", "convolution"):
+            return False
+        own, split = model.structure.dims_of[tensor], model.nodes[node].states[state]
+        names = {axis: factor for factor, axes in zip(own, wanted, strict=True) for axis in axes if factor >= 0}
+        return any(split[model.axis_names.index(axis)] not in (WHOLE, factor) for axis, factor in names.items())
 
     def _fill(self, chosen: NDArray[np.int64]) -> None:
         """Choose the states of all clusters that are still open as their producers leave them (in place); ops stay

@@ -2,8 +2,9 @@
 
 import dataclasses
 import itertools
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -34,12 +35,12 @@ from autoshard.planning.record.plan_parts import Prediction
 from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.record.spec import Spec
 from autoshard.planning.solve.weight_search import Candidate, SearchResult, evaluated_candidate
-from autoshard.planning.space.baselines import wide_axes
+from autoshard.planning.space.baselines import spread_over, wide_axes
 from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.dim_groups import Groups, tensor_groups
 from autoshard.planning.space.plan_options import Limits
 from autoshard.planning.space.user_constraints import Required
-from autoshard.program import Program, Role, lift_constraints
+from autoshard.program import WEIGHTS, Program, Role, lift_constraints
 from autoshard.solver import processor_seconds
 
 
@@ -104,8 +105,11 @@ def price_form(plan: Plan, program: Program, form: Form, held: Program | None = 
         if gathered is not None:
             return predict(model, gathered.outcome, plan.memory_limit_bytes)
     typed = typed_choices(model, choices) if form.hints else None
-    completed = Propagation(model, form.rest, plan.results if form.state else {}).choices(given, fixed=typed)
-    return predict(model, evaluate(model, completed), plan.memory_limit_bytes)
+    propagation = Propagation(model, form.rest, plan.results if form.state else {})
+    first = propagation.complete(given, fixed=typed)
+    completed = [first, *([propagation.complete(given, matmuls=True)] if first.disputed else [])]
+    outcomes = [evaluate(model, each.choices) for each in completed]
+    return predict(model, max(outcomes, key=lambda each: each.step_time_s), plan.memory_limit_bytes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -285,10 +289,11 @@ class _FormSearch:
     def run(self, found: SearchResult) -> Candidate | None:
         """Return the best candidate, even if it does not fit; None if no set of specs gives one.
 
-        The starts are the specs of all choices in `found`, replication and, under XLA's propagation, the results of
-        `ahead`.
+        The starts are the specs of all choices in `found`, replication, splits of the batch by hand and, under XLA's
+        propagation, the results of `ahead`.
         """
-        starts = [self.specs(start.choices) for start in (found.best, *found.baselines.values(), *found.fitting)]
+        starts = [self.specs(start.choices) for start in (found.best, *found.baselines.values())]
+        starts += [*self.by_hand(), *(self.specs(start.choices) for start in found.fitting)]
         starts.append({name: Spec.replicated(len(self.shapes[name])) for name in self.tensors})
         for specs in starts:
             self.price_specs(specs)
@@ -297,6 +302,29 @@ class _FormSearch:
                 self.price_specs(specs)
         self.local_search()
         return self.as_run(starts) if self.form.gathers else self.best
+
+    def by_hand(self) -> list[dict[str, Spec]]:
+        """Return specs that split the batch over all axes, and nothing else, the optimizer's state, or parameters too.
+
+        A mesh whose axes are cut into parts has no baselines to start from.
+        """
+        model = self.model
+        wide = wide_axes(model, range(len(model.axis_sizes)))
+        places = {a.name: p for p, a in enumerate(model.program.arguments)}
+
+        def spec_of(name: str, spread: Collection[str]) -> Spec:
+            """Return the spec of an argument, over all axes if it is of the batch or its role is in `spread`."""
+            dims: list[tuple[str, ...]] = [()] * len(self.shapes[name])
+            given = spread_over(model, places[name], wide, {}) if self.roles[name] in spread else {}
+            parts = math.prod(model.axis_sizes[a] for a in wide)
+            if self.roles[name] == Role.BATCH and dims and self.shapes[name][0] % parts == 0:
+                given = {0: wide}
+            for dim, axes in given.items():
+                dims[dim] = tuple(model.axis_names[a] for a in axes)
+            return Spec(tuple(dims))
+
+        stages = ((), (Role.OPTIMIZER_STATE,), (Role.OPTIMIZER_STATE, *WEIGHTS))
+        return [{name: spec_of(name, [str(role) for role in spread]) for name in self.tensors} for spread in stages]
 
     def gathered(self, found: SearchResult) -> Candidate | None:
         """Return the best candidate that fits and splits the batch over every axis, and parameters too; None without
@@ -400,11 +428,12 @@ class _FormSearch:
     def candidate_of(self, given: Mapping[str, Spec | None]) -> Candidate | None:
         """Return the candidate that the given specs complete to; None if there is none.
 
-        It must need no pins, satisfy the constraints, divide the work of the form (`divides_work`), and join no states
-        that exclude each other.
+        It must be what XLA compiles, need no pins and satisfy the constraints. It must divide the work of the form
+        (`divides_work`), and join no states that exclude each other.
         """
-        choices = self.propagation.choices(given)
-        if needs_pins(self.model, choices) or not self.required.holds(choices):
+        completion = self.propagation.complete(given)
+        choices = completion.choices
+        if completion.disputed or needs_pins(self.model, choices) or not self.required.holds(choices):
             return None
         if not divides_work(self.form, given, self.roles, self.model.mesh.axes):
             return None
