@@ -17,7 +17,7 @@ import autoshard
 from autoshard import InfeasibleError, UserError
 from autoshard.base.units import format_seconds
 from autoshard.planning import FORMS, Plan, Rest, Spec, expressible_specs, form_named, price_form, splits_nothing
-from autoshard.planning.forms import within_form
+from autoshard.planning.forms import spec_search
 from autoshard.planning.forms.export_forms import gathered_specs, parameter_of
 from autoshard.planning.forms.lost_values import lost_values
 from autoshard.planning.forms.propagated_specs import Propagation
@@ -230,7 +230,7 @@ def test_a_baseline_that_a_form_holds_is_no_faster_than_the_plan(form: str, monk
         choices = Propagation(model, Rest.DTENSOR).choices({name: spec})
         other.append(evaluated_candidate(model, "other", choices, evaluate(model, choices), limits.memory_bytes))
     for limit in ("TRIES", "HEARD", "RUN"):
-        monkeypatch.setattr(within_form, limit, 1 + len(found.baselines))
+        monkeypatch.setattr(spec_search, limit, 1 + len(found.baselines))
     baseline = found.baselines["data_parallel"]
     found = dataclasses.replace(found, best=other[0], fitting=tuple(other))
     for known in (found.baselines, {}):  # a mesh whose axes are cut into parts has none
@@ -283,7 +283,7 @@ def test_a_plan_of_fsdp_near_the_bound_of_all_plans_ends_the_search(share: float
     limits = Limits(model.mesh.topology.usable_bytes, 10.0, 0)
     found = search(model, baselines(model, groups), limits, lambda line: None)
     tried: list[str] = []
-    monkeypatch.setattr(within_form._FormSearch, "run", lambda *_: tried.append("tensor parallelism"))
+    monkeypatch.setattr(spec_search.SpecSearch, "run", lambda *_: tried.append("tensor parallelism"))
     seconds = plan_within(named, model, groups, found, Required({}, {}), limits, lambda line: None).best.expected_s
     tried.clear()
     found = dataclasses.replace(found, bound_s=share * seconds)

@@ -1,0 +1,305 @@
+"""Search over the specs of arguments that an export form can express: local changes, splits by hand, gathers."""
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.planning.forms.export_forms import (
+    Form,
+    Rest,
+    copied_specs,
+    divides_work,
+    expressible_specs,
+    gathered_specs,
+)
+from autoshard.planning.forms.gathered_parameters import gathered_candidate
+from autoshard.planning.forms.propagated_specs import Propagation, needs_pins
+from autoshard.planning.price.evaluate import evaluate, tensor_spec
+from autoshard.planning.record.spec import Spec
+from autoshard.planning.solve.weight_search import Candidate, SearchResult, evaluated_candidate
+from autoshard.planning.space.baselines import spread_over, wide_axes
+from autoshard.planning.space.decision_model import Model
+from autoshard.planning.space.dim_groups import Groups, tensor_groups
+from autoshard.planning.space.plan_options import Limits
+from autoshard.planning.space.user_constraints import Required
+from autoshard.program import WEIGHTS, Role
+from autoshard.solver import processor_seconds
+
+
+TRIES = 200
+"""Most sets of specs that are priced for one plan with DTensor's propagation. The limit counts work, not time, so that
+the same input gives the same plan.
+"""
+HEARD = 60
+"""Most sets of specs that are completed by XLA's propagation, which takes longer; it replaces `TRIES` then."""
+AHEAD = 12
+"""Number of best sets from DTensor's propagation that XLA's propagation then completes."""
+RUN = 8
+"""Most sets of specs that are priced as a form that gathers runs them, once the search is over."""
+
+
+def rank(candidate: Candidate) -> tuple[bool, float, int]:
+    """Return the sort key of a candidate: those that fit come first, by expected seconds and then peak; others by peak
+    bytes.
+    """
+    peak = candidate.outcome.peak_bytes
+    return not candidate.fits, round(candidate.expected_s, 12) if candidate.fits else float(peak), peak
+
+
+class SpecSearch:
+    """Local search over specs of arguments: it changes one argument with those of a similar name, or one dim group, at
+    a time.
+    """
+
+    def __init__(
+        self,
+        form: Form,
+        model: Model,
+        groups: Groups,
+        required: Required,
+        limits: Limits,
+        progress: Callable[[str], None],
+    ) -> None:
+        """Start a search that ends after the processor seconds of `limits`, or after `HEARD` or `TRIES` sets."""
+        self.form, self.model, self.groups, self.required = form, model, groups, required
+        self.limits, self.progress = limits, progress
+        self.until = processor_seconds() + limits.seconds
+        self.propagation = Propagation(model, form.rest)
+        program = model.program
+        self.roles = {a.name: str(a.role) for a in program.arguments}
+        self.shapes = {a.name: tuple(a.shape) for a in program.arguments}
+        self.tensors = {
+            a.name: t
+            for a, t in zip(program.arguments, model.graph.arguments, strict=True)
+            if model.structure.cluster_of[t] >= 0
+        }
+        self.own = [n for n in self.tensors if form.state or self.roles[n] != Role.OPTIMIZER_STATE]
+        self.tries = HEARD if form.rest is Rest.XLA else TRIES
+        self.tried: dict[tuple[tuple[str, Spec | None], ...], Candidate | None] = {}
+        self.best: Candidate | None = None
+
+    def run(self, found: SearchResult) -> Candidate | None:
+        """Return the best candidate, even if it does not fit; None if no set of specs gives one.
+
+        The starts are the specs of all choices in `found`, replication, splits of the batch by hand and, under XLA's
+        propagation, the results of `ahead`.
+        """
+        starts = [self.specs(start.choices) for start in (found.best, *found.baselines.values())]
+        starts += [*self.by_hand(), *(self.specs(start.choices) for start in found.fitting)]
+        starts.append({name: Spec.replicated(len(self.shapes[name])) for name in self.tensors})
+        for specs in starts:
+            self.price_specs(specs)
+        if self.form.rest is Rest.XLA:
+            for specs in self.ahead(starts):
+                self.price_specs(specs)
+        self.local_search()
+        return self.as_run(starts) if self.form.gathers else self.best
+
+    def by_hand(self) -> list[dict[str, Spec]]:
+        """Return specs that split the batch over all axes, and nothing else, the optimizer's state, or parameters too.
+
+        A mesh whose axes are cut into parts has no baselines to start from.
+        """
+        model = self.model
+        wide = wide_axes(model, range(len(model.axis_sizes)))
+        places = {a.name: p for p, a in enumerate(model.program.arguments)}
+
+        def spec_of(name: str, spread: Collection[str]) -> Spec:
+            """Return the spec of an argument, over all axes if it is of the batch or its role is in `spread`."""
+            dims: list[tuple[str, ...]] = [()] * len(self.shapes[name])
+            given = spread_over(model, places[name], wide, {}) if self.roles[name] in spread else {}
+            parts = math.prod(model.axis_sizes[a] for a in wide)
+            if self.roles[name] == Role.BATCH and dims and self.shapes[name][0] % parts == 0:
+                given = {0: wide}
+            for dim, axes in given.items():
+                dims[dim] = tuple(model.axis_names[a] for a in axes)
+            return Spec(tuple(dims))
+
+        stages = ((), (Role.OPTIMIZER_STATE,), (Role.OPTIMIZER_STATE, *WEIGHTS))
+        return [{name: spec_of(name, [str(role) for role in spread]) for name in self.tensors} for spread in stages]
+
+    def gathered(self, found: SearchResult) -> Candidate | None:
+        """Return the best candidate that fits and splits the batch over every axis, and parameters too; None without
+        one.
+
+        Parameters are split along dims that a choice in `found` splits. A hybrid form also copies them over one axis.
+        """
+        axes = wide_axes(self.model, range(len(self.model.axis_sizes)))
+        made, tried = [], []
+        starts = [self.expressed(self.specs(start.choices)) for start in (found.best, *found.baselines.values())]
+        if self.form.hybrid:
+            names, args = self.model.axis_names, (self.shapes, self.roles, self.model.mesh.axes)
+            for axis in axes if len(axes) > 1 else ():
+                starts.append(copied_specs(self.form, starts[0], *args, [names[a] for a in axes], names[axis]))
+        for start in starts:
+            specs = self.split_over(start, axes)
+            if specs not in tried:
+                tried.append(specs)
+                made.append(self.gathering(specs, axes))
+        return min((each for each in made if each is not None and each.fits), key=rank, default=None)
+
+    def as_run(self, starts: Iterable[Mapping[str, Spec]]) -> Candidate | None:
+        """Return the best candidate by its price once the form gathers parameters over the batch's axes; None without
+        one.
+
+        At most `RUN` sets of specs are priced so: `starts`, and then the best of the search.
+        """
+        found = sorted(((each, key) for key, each in self.tried.items() if each is not None), key=lambda e: rank(e[0]))
+        made, tried = [], []
+        for given in (*map(self.expressed, starts), *(dict(key) for _, key in found)):
+            batch = {s.dims[0] for name, s in given.items() if self.roles[name] == Role.BATCH and s and s.dims}
+            axes = tuple(a for a, axis in enumerate(self.model.axis_names) if any(axis in names for names in batch))
+            specs = self.split_over(given, axes)
+            if specs not in tried and len(tried) < RUN:
+                tried.append(specs)
+                alone = self.tried.get(tuple(given.items()))
+                made.append((self.gathering(specs, axes) if axes else None) or alone)
+        return min((each for each in made if each is not None), key=rank, default=None)
+
+    def split_over(self, given: Mapping[str, Spec | None], axes: tuple[int, ...]) -> dict[str, Spec | None]:
+        """Return specs in which the form splits parameters over some axes, by number."""
+        names = [self.model.axis_names[axis] for axis in axes]
+        return gathered_specs(self.form, given, self.shapes, self.roles, self.model.mesh.axes, names)
+
+    def gathering(self, specs: Mapping[str, Spec | None], axes: tuple[int, ...]) -> Candidate | None:
+        """Return the candidate in which some axes, by number, split the batch and parameters with given specs."""
+        return gathered_candidate(self.form.name, self.model, self.groups, specs, self.limits, self.required, axes)
+
+    def ahead(self, starts: Iterable[Mapping[str, Spec]]) -> list[dict[str, Spec]]:
+        """Return the specs of the `AHEAD` best candidates under DTensor's propagation, which is faster than XLA's.
+
+        The search for them starts from `starts` and may spend half of the remaining time.
+        """
+        quick = dataclasses.replace(self.form, rest=Rest.DTENSOR)
+        half = dataclasses.replace(self.limits, seconds=(self.until - processor_seconds()) / 2)
+        search = SpecSearch(quick, self.model, self.groups, self.required, half, self.progress)
+        for specs in starts:
+            search.price_specs(specs)
+        search.local_search()
+        candidates = sorted((each for each in search.tried.values() if each is not None), key=rank)
+        return [self.specs(each.choices) for each in candidates[:AHEAD]]
+
+    def local_search(self) -> None:
+        """Apply changes to the best specs until a pass over all changes improves nothing or the search is spent; report
+        each pass.
+        """
+        while self.best is not None and not self.spent:
+            before = rank(self.best)
+            for change in (*self.by_group(), *self.argument_changes()):
+                self.price_specs(change(self.specs(self.best.choices)))
+            self.progress(f"{len(self.tried)} sets of specs: step {self.best.outcome.step_time_s:.6g} s")
+            if rank(self.best) == before:
+                break
+
+    @property
+    def spent(self) -> bool:
+        """True once the search has tried `tries` sets or its processor time is over."""
+        return len(self.tried) >= self.tries or processor_seconds() > self.until
+
+    def specs(self, choices: NDArray[np.int64]) -> dict[str, Spec]:
+        """Return the specs of arguments with a cluster under choices, by name."""
+        return {name: tensor_spec(self.model, choices, tensor) for name, tensor in self.tensors.items()}
+
+    def expressed(self, specs: Mapping[str, Spec]) -> dict[str, Spec | None]:
+        """Return specs of arguments as the form expresses them."""
+        return expressible_specs(self.form, specs, self.shapes, self.roles, self.model.mesh.axes)
+
+    def price_specs(self, specs: Mapping[str, Spec] | None) -> None:
+        """Price a set of specs, as the form expresses it, once; store it if it is the best so far. None, or a spent
+        search, does nothing.
+        """
+        if specs is None or self.spent:
+            return
+        given = self.expressed(specs)
+        key = tuple(given.items())
+        if key not in self.tried:
+            self.tried[key] = candidate = self.candidate_of(given)
+            if candidate is not None and (self.best is None or rank(candidate) < rank(self.best)):
+                self.best = candidate
+
+    def candidate_of(self, given: Mapping[str, Spec | None]) -> Candidate | None:
+        """Return the candidate that the given specs complete to; None if there is none.
+
+        It must be what XLA compiles, need no pins and satisfy the constraints. It must divide the work of the form
+        (`divides_work`), and join no states that exclude each other.
+        """
+        completion = self.propagation.complete(given)
+        choices = completion.choices
+        if completion.disputed or needs_pins(self.model, choices) or not self.required.holds(choices):
+            return None
+        if not divides_work(self.form, given, self.roles, self.model.mesh.axes):
+            return None
+        try:
+            outcome = evaluate(self.model, choices)
+        except ValueError:  # two alternatives exclude each other
+            return None
+        return evaluated_candidate(self.model, self.form.name, choices, outcome, self.limits.memory_bytes)
+
+    # Changes of the search
+
+    def by_group(self) -> Iterator[Callable[[dict[str, Spec]], dict[str, Spec] | None]]:
+        """Yield changes that put an axis over one dim group, or over none, in all arguments with the group's dims.
+
+        Each change is a function from specs by name to new specs by name. A spec stays if its dim does not divide.
+        """
+        dims = {
+            name: tensor_groups(self.model.structure, self.groups.of_factor, self.tensors[name]) for name in self.own
+        }
+        present = sorted({g for own in dims.values() for g in own if g is not None})
+        for axis, group in itertools.product(self.model.axis_names, [None, *present]):
+
+            def change(specs: dict[str, Spec], axis: str = axis, group: int | None = group) -> dict[str, Spec] | None:
+                """Return specs with the axis over the dim group only, or over nothing if the group is None."""
+                changed = dict(specs)
+                for name, own in dims.items():
+                    if group is None or group in own:
+                        at = None if group is None else own.index(group)
+                        changed[name] = self.moved(specs[name], name, axis, at)
+                return changed
+
+            yield change
+
+    def moved(self, spec: Spec, name: str, axis: str, at: int | None) -> Spec:
+        """Return a spec with an axis over dim `at` only, or over none for None. Axes of one dim are in mesh order; the
+        spec itself returns if they do not divide the dim.
+        """
+        order = self.model.axis_names
+        dims = [tuple(a for a in axes if a != axis) for axes in spec.dims]
+        if at is not None:
+            dims[at] = tuple(sorted((*dims[at], axis), key=order.index))
+            if self.shapes[name][at] % Spec((dims[at],)).shards(self.model.mesh.axes):
+                return spec
+        return Spec(tuple(dims))
+
+    def argument_changes(self) -> Iterator[Callable[[dict[str, Spec]], dict[str, Spec] | None]]:
+        """Yield changes to each allowed spec of an argument and of those with a similar name, the most bytes first.
+
+        Names are similar if they differ in digits only and their shapes are equal.
+        """
+        slots: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+        for name in self.own:
+            slots.setdefault((re.sub(r"\d+", "*", name), self.shapes[name]), []).append(name)
+        for names in sorted(slots.values(), key=lambda names: -self.size(names)):
+            for spec in self.alternatives(names[0]):
+                yield lambda specs, names=names, spec=spec: {**specs, **dict.fromkeys(names, spec)}
+
+    def size(self, names: Iterable[str]) -> int:
+        """Return the bytes of some arguments, before they are split."""
+        return sum(self.model.graph.tensors[self.tensors[name]].bytes for name in names)
+
+    def alternatives(self, name: str) -> list[Spec]:
+        """Return the distinct specs of an argument that the constraints allow, in the order of its states."""
+        model, tensor = self.model, self.tensors[name]
+        node = model.cluster_node[model.structure.cluster_of[tensor]]
+        trial = np.zeros(len(model.nodes), dtype=np.int64)
+        allowed = self.required.allowed.get(node, np.ones(len(model.nodes[node].states), dtype=bool))
+        specs = {}
+        for row in np.flatnonzero(allowed):
+            trial[node] = row
+            specs[tensor_spec(model, trial, tensor)] = None
+        return list(specs)
