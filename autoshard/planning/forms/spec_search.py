@@ -42,6 +42,17 @@ AHEAD = 12
 RUN = 8
 """Most sets of specs that are priced as a form that gathers runs them, once the search is over."""
 
+NEAR = 0.02
+"""Share of a certified bound for all plans by which a plan may be slower to end the search.
+
+The rest of the search takes up to a minute, and cannot save more than this share.
+"""
+
+
+def is_near(candidate: Candidate, found: SearchResult) -> bool:
+    """Return True if a candidate fits and is within `NEAR` of the bound that `found` certifies for all plans."""
+    return candidate.fits and candidate.expected_s <= found.bound_s * (1 + NEAR)
+
 
 def rank(candidate: Candidate) -> tuple[bool, float, int]:
     """Return the sort key of a candidate: those that fit come first, by expected seconds and then peak; others by peak
@@ -86,6 +97,8 @@ class SpecSearch:
     def run(self, found: SearchResult) -> Candidate | None:
         """Return the best candidate, even if it does not fit; None if no set of specs gives one.
 
+        The search ends with a start that is near the certified bound of all plans.
+
         The starts are the specs of all choices in `found`, replication, splits of the batch by hand and, under XLA's
         propagation, the results of `ahead`.
         """
@@ -94,10 +107,11 @@ class SpecSearch:
         starts.append({name: Spec.replicated(len(self.shapes[name])) for name in self.tensors})
         for specs in starts:
             self.price_specs(specs)
-        if self.form.rest is Rest.XLA:
-            for specs in self.ahead(starts):
-                self.price_specs(specs)
-        self.local_search()
+        if self.best is None or not is_near(self.best, found):
+            if self.form.rest is Rest.XLA:
+                for specs in self.ahead(starts):
+                    self.price_specs(specs)
+            self.local_search()
         return self.as_run(starts) if self.form.gathers else self.best
 
     def by_hand(self) -> list[dict[str, Spec]]:

@@ -22,7 +22,7 @@ from autoshard.planning.forms.held_recipes import plan_of_held
 from autoshard.planning.forms.lost_values import NOTICED
 from autoshard.planning.forms.maxtext_axes import maxtext_candidate, maxtext_candidates, maxtext_uses
 from autoshard.planning.forms.propagated_specs import Propagation, needs_pins, typed_choices
-from autoshard.planning.forms.spec_search import SpecSearch, rank
+from autoshard.planning.forms.spec_search import SpecSearch, is_near, rank
 from autoshard.planning.price.analysed_program import analyse_program, as_planned, model_of, reprice
 from autoshard.planning.price.evaluate import evaluate
 from autoshard.planning.price.prediction import predict
@@ -38,11 +38,6 @@ from autoshard.program import Program, lift_constraints
 from autoshard.solver import processor_seconds
 
 
-NEAR = 0.02
-"""Share of a certified bound for all plans by which a plan that gathers parameters may be slower to end the search.
-
-A search that also tries tensor parallelism takes half a minute, and cannot save more than this share.
-"""
 NAMED = 400
 """Most mappings of names that are priced for one plan."""
 
@@ -135,7 +130,7 @@ def plan_within(
         search = SpecSearch(form, model, groups, required, limits, progress)
         gathered = search.gathered(found) if form.gathers else None
         several = len(wide_axes(model, range(len(model.axis_sizes)))) > 1
-        near = gathered is not None and gathered.expected_s <= found.bound_s * (1 + NEAR)
+        near = gathered is not None and is_near(gathered, found)
         best = search.run(found) if form.tensor and not near and (several or gathered is None) else None
         best, origin = min((each for each in (gathered, best) if each is not None), key=rank, default=None), {}
     if best is None and form.gathers:
