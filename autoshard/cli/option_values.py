@@ -244,11 +244,15 @@ _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def latency(text: str) -> float:
-    """Parse a positive time such as `500us`, `500ms` or `0.5s` into seconds; a number without a unit is in seconds."""
+    """Parse a positive time such as `500us`, `500ms` or `0.5s` into seconds; a number needs a unit."""
     unit = next((unit for unit in _UNITS if text.endswith(unit)), "")
-    with contextlib.suppress(argparse.ArgumentTypeError):
-        return _above_zero(text.removesuffix(unit), "") * _UNITS.get(unit, 1.0)
-    raise argparse.ArgumentTypeError(f"{_short(text)} is not a time above zero, such as 500ms or 0.5s")
+    try:
+        value = _above_zero(text.removesuffix(unit), "")
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{_short(text)} is not a time above zero, such as 500ms or 0.5s") from None
+    if not unit:
+        raise argparse.ArgumentTypeError(f"{_short(text)} has no unit: write {text}ms or {text}s")
+    return value * _UNITS[unit]
 
 
 def seconds_or_none(text: str) -> float:

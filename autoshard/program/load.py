@@ -109,6 +109,8 @@ def _open(
     path = Path(text)
     if path.suffix == ".py" or path.suffix in SUFFIXES or path.is_file():
         own = [key for key in _asking(options) if path.suffix != ".py" or key not in _MODULE_OPTIONS]
+        if own and path.suffix == ".json":
+            raise UserError(f"{_flags(own)} only {_apply(own)} to a configuration: did you mean `hf:{text}`?")
         if own:
             raise UserError(f"{_flags(own)} only {_apply(own)} to `hf:CONFIG`; `{text}` says itself what it runs.")
         if path.suffix == ".py":
@@ -117,7 +119,7 @@ def _open(
         return load() if callable(roles) or not kept else open_file(path, roles, load)
     if path.is_dir():
         raise UserError(f"`{text}` is a directory; give the Python file that offers the program.")
-    raise UserError(f"`{text}` is neither an existing file nor `hf:CONFIG`; check the path.")
+    raise UserError(f"`{text}` is neither an existing file nor `hf:CONFIG`; did you mean `hf:{text}`?")
 
 
 _MODULE_OPTIONS = ("train", "optimizer", "dtype", "param_dtype", "state_dtype", "remat", "attention")

@@ -99,6 +99,14 @@ _KERNELS = {"splash": "splash attention", "cudnn_attention": "cuDNN attention", 
 """Parts of names of custom calls, and what the recipe line says of them."""
 
 
+def quantized(plan: Plan) -> str:
+    """Return the dtype of 8 bits in which a plan's matmuls multiply; "" if they are not quantized."""
+    options = {} if plan.source is None else dict(plan.source.options)
+    options |= {} if plan.recipe is None else plan.recipe.chosen
+    found = str(options.get("quantize") or "none")
+    return "" if found == "none" else found
+
+
 def recipe_line(plan: Plan) -> str:
     """Return the decisions of the step besides mesh and sharding in a line: attention, recomputation, dtypes.
 
@@ -122,7 +130,7 @@ def recipe_line(plan: Plan) -> str:
     padding = str(options.get("pad") or "none")
     words += [f"padded to multiples of {padding.replace(',', ' and ')}"] if padding != "none" else []
     words += [f"loss in chunks, {options['loss_chunks']}"] if options.get("loss_chunks") else []
-    words += [f"matmuls in {options['quantize']}"] if options.get("quantize") not in (None, "none") else []
+    words += [f"matmuls in {narrow}"] if (narrow := quantized(plan)) else []
     words += _found_in(plan, options)
     words += [options["optimizer"]] if options.get("optimizer") else []
     words += [options["dtype"]] if options.get("dtype") else []

@@ -116,6 +116,8 @@ def serving_report(plan: ServingPlan, checked: Sequence[CheckedStep] = ()) -> Re
     head = f"{clean(plan.config)} on {plan.topology}: {asked.input} tokens in, {asked.output} out"
     stored = (("weights", asked.weights), ("cache", asked.cache))
     head += "".join(f", {what} {dtype}" for what, dtype in stored if dtype != "bf16")
+    limits = (("first token", plan.limits.first_s), ("each token", plan.limits.token_s), ("gap", plan.limits.gap_s))
+    head += "".join(f", {what} within {format_seconds(most)}" for what, most in limits if math.isfinite(most))
     lines = [Text(head, style="bold"), Text(), table, Text()]
     lines.append(Text(_note(plan, columns), style="dim"))
     for text in [*vllm_notes(plan), *vllm_commands(plan)]:

@@ -135,6 +135,7 @@ def test_commands_say_the_same():
         ("--output 0", "argument --output: '0' is not a positive whole number"),
         ("--ttft -5ms", "argument --ttft: expected one argument"),
         ("--ttft=-5ms", "argument --ttft: '-5ms' is not a time above zero, such as 500ms or 0.5s"),
+        ("--ttft 500", "argument --ttft: '500' has no unit: write 500ms or 500s"),
         ("--tpot soon", "argument --tpot: 'soon' is not a time above zero, such as 500ms or 0.5s"),
         ("--tpot 1us", "no way to serve hf:llama3-8b on v6e:2x4 keeps the limits; the best there is has a first token"),
         ("--weights fp4", "argument --weights: invalid choice: 'fp4'"),

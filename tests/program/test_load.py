@@ -114,7 +114,7 @@ def test_sentences_for_bad_files(tmp_path, body, sentence):
     ("text", "options", "sentence"),
     [
         ("nowhere/model.py", {}, "there is no file `nowhere/model.py`"),
-        ("nowhere", {}, "`nowhere` is neither an existing file nor `hf:CONFIG`"),
+        ("nowhere", {}, "`nowhere` is neither an existing file nor `hf:CONFIG`; did you mean `hf:nowhere`?"),
         ("hf:", {}, "needs the path of a config.json or a bundled name: .*gpt2"),
         ("hf:llama3-8", {}, "`hf:llama3-8` is neither a file nor a bundled configuration; did you mean `llama3-8b`"),
         ("hf:zzzz", {}, "bundled are .*gpt2"),

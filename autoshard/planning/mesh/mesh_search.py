@@ -248,7 +248,7 @@ def _slower(trial: MeshAttempt, chosen: MeshAttempt) -> str:
 
     A mesh that is faster by less than `LEAST_GAIN` and has more axes is reported as a saving that is too small. Parts
     that differ by less than 0.1 % of the step are left out. The search on a mesh ends once none of its plans can win.
-    If a much faster plan than the one found may exist, the range of possible excess is given instead of parts.
+    If a much faster plan than the one found may exist, the range of possible excess is given, and no parts but memory.
     """
     mine, theirs = trial.outcome, chosen.outcome
     assert mine is not None and theirs is not None
@@ -260,17 +260,18 @@ def _slower(trial: MeshAttempt, chosen: MeshAttempt) -> str:
     if excess < 5e-4:
         return "as fast; the simpler, earlier one is chosen"
     least = max(0.0, (trial.bound_s or 0.0) / chosen.step_s - 1) if chosen.step_s else math.inf
-    if excess - least > LEAST_GAIN:
-        return f"{least:.1%} to {excess:.1%} slower" if excess < 1 else f"at least {_ratio(least)}"
-    exposed = (mine.step_time_s - mine.compute_s, theirs.step_time_s - theirs.compute_s)
-    parts = []
-    for name, own, other in (
-        ("compute", mine.compute_s, theirs.compute_s), ("exposed communication", *exposed),
-        ("nearly full memory", trial.tight_s, chosen.tight_s),
-    ):  # fmt: skip
-        if own > other + 1e-3 * chosen.step_s:
-            parts.append(f"{name} {format_seconds(own)} against {format_seconds(other)}")
-    return _ratio(excess) + (f": {', '.join(parts)}" if parts else "")
+    compared = [("nearly full memory", trial.tight_s, chosen.tight_s)]
+    words = f"{least:.1%} to {excess:.1%} slower" if excess < 1 else f"at least {_ratio(least)}"
+    if excess - least <= LEAST_GAIN:
+        exposed = (mine.step_time_s - mine.compute_s, theirs.step_time_s - theirs.compute_s)
+        compared = [("compute", mine.compute_s, theirs.compute_s), ("exposed communication", *exposed), *compared]
+        words = _ratio(excess)
+    parts = [
+        f"{name} {format_seconds(own)} against {format_seconds(other)}"
+        for name, own, other in compared
+        if own > other + 1e-3 * chosen.step_s
+    ]
+    return words + (f": {', '.join(parts)}" if parts else "")
 
 
 def _ratio(excess: float) -> str:

@@ -149,7 +149,8 @@ def _step_words(plan: Plan) -> str:
     if step_s != predicted_s:
         return f"{words}; not compared with baselines"
     if prediction.mfu is not None:
-        words += f", MFU {prediction.mfu:.1%}"
+        narrow = figures.quantized(plan)
+        words += f", MFU {prediction.mfu:.1%}" + (f" of the peak in {narrow}" if narrow else "")
     return f"{words}; {_against_best(plan)}"
 
 
