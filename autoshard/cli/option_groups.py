@@ -58,7 +58,7 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
     length = "tokens of one sequence (default: the model's context, at most 1024)"
     group.add_argument("--seq", type=positive, metavar="N", help=length)
     group.add_argument("--image", type=positive, metavar="N", help="pixels of one side, for models of images")
-    group.add_argument("--dtype", metavar="DTYPE", help="dtype of the computation (default: bfloat16)")
+    group.add_argument("--dtype", metavar="DTYPE", help="dtype of the computation (default: bfloat16; a file: its own)")
     group.add_argument("--param-dtype", metavar="DTYPE", help="dtype of parameters (default: float32 in training)")
     group.add_argument("--state-dtype", metavar="DTYPE", help="dtype of the optimizer's state (default: float32)")
     again = "recomputation in the backward pass: none, dots, full, full,keep=q_proj,offload=input (by value), "

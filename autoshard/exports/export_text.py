@@ -168,6 +168,7 @@ def unpinned(
     if (
         not local_batch
         and not held
+        and rest is not Rest.MAXTEXT  # its own attention runs on shards
         and any(spec.axes for call in plan.calls for spec in (*call.operands, *call.results))
     ):
         lacks.append(f"the {len(plan.calls)} calls that the plan runs on shards; every device runs them whole.")

@@ -17,6 +17,7 @@ from autoshard.planning import (
     Prediction,
     Rest,
     Spec,
+    axis_words,
     by_name,
     check_names,
     eager_peak,
@@ -202,11 +203,16 @@ def _lost(plan: Plan, form: Form, program: Program | None) -> str:
         f"{each.line} ({each.kind}, {'x'.join(map(str, each.shape)) or 'a scalar'}, {partition(each.spec)})"
         for each in lost
     )
-    spec = partition(lost[0].spec)
+    mesh, spec = plan.original_mesh, Spec(tuple(axis_words(axes) for axes in lost[0].spec.dims))
+    line = ""
+    if set(spec.axes) <= set(mesh):  # a part of an axis has a name that no mesh of the user's has
+        within = f"jax.sharding.AbstractMesh({(*mesh.values(),)}, {(*mesh,)})"
+        sharding = f"jax.sharding.NamedSharding({within}, jax.sharding.PartitionSpec{partition(spec)[1:]})"
+        line = f", as in `x = jax.lax.with_sharding_constraint(x, {sharding})` after {lost[0].line}"
+    given = ",".join(f"{axis}={size}" for axis, size in mesh.items())
     return (
-        f"The first values that lose a split are at {places}: constrain such a value in the step, as in "
-        f"`x = jax.lax.with_sharding_constraint(x, NamedSharding(make_mesh(), {spec}))` after {lost[0].line}, on the "
-        "export's mesh, and plan the step again. "
+        f"The first values that lose a split are at {places}: constrain such a value in the step{line}, and plan the "
+        f"step again with --mesh {given}. "
     )
 
 

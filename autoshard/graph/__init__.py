@@ -28,6 +28,7 @@ from autoshard.graph.memory.liveness import Liveness as Liveness
 from autoshard.graph.memory.liveness import analyse as analyse
 from autoshard.graph.memory.liveness import defer_filter_gradients as defer_filter_gradients
 from autoshard.graph.memory.liveness import defer_weight_gradients as defer_weight_gradients
+from autoshard.graph.memory.operand_rounding import dtype_of as dtype_of
 from autoshard.graph.memory.operand_rounding import round_operands as round_operands
 from autoshard.graph.memory.operand_rounding import rounds_rows as rounds_rows
 from autoshard.graph.memory.operand_rounding import source_of as source_of

@@ -45,6 +45,7 @@ from autoshard.planning.forms.export_forms import splits_nothing as splits_nothi
 from autoshard.planning.forms.gathered_parameters import with_split_batch as with_split_batch
 from autoshard.planning.forms.held_recipes import held_remat as held_remat
 from autoshard.planning.forms.lost_values import lost_values as lost_values
+from autoshard.planning.forms.lost_values import not_held_words as not_held_words
 from autoshard.planning.forms.maxtext_axes import maxtext_uses as maxtext_uses
 from autoshard.planning.forms.within_form import price_form as price_form
 from autoshard.planning.mesh.portfolio import PlanCandidate as PlanCandidate

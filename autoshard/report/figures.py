@@ -133,7 +133,8 @@ def recipe_line(plan: Plan) -> str:
     words += [f"matmuls in {narrow}"] if (narrow := quantized(plan)) else []
     words += _found_in(plan, options)
     words += [options["optimizer"]] if options.get("optimizer") else []
-    words += [options["dtype"]] if options.get("dtype") else []
+    rounded = f" ({plan.origin.multiplies_in} in matmuls)" if plan.origin.multiplies_in else ""
+    words += [f"{options['dtype']}{rounded}"] if options.get("dtype") else []
     by_role = {role: largest_dtype(plan, role) for role in ("parameter", "frozen", "optimizer_state")}
     named = {"parameter": "parameters", "frozen": "frozen parameters", "optimizer_state": "optimizer state"}
     stored = {dtype for dtype in by_role.values() if dtype}

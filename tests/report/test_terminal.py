@@ -200,9 +200,9 @@ def test_faster_baselines_that_a_form_cannot_hold_are_said_so(plan: Plan):
         plan, provenance={**plan.provenance, **facts}, baselines={**plan.baselines, "fsdp": faster}
     )
     text = " ".join(rendered(copy, 120).split())
-    assert "0.50x the speed of the best baseline that fits, fsdp, which the dtensor form cannot hold" in text
-    assert " the dtensor form cannot hold fsdp " in text
-    assert "cannot hold" not in rendered(plan, 120)
+    assert "the best baseline that fits, fsdp, with splits that the dtensor form cannot state" in text
+    assert " fsdp is priced with splits of single tensors and values that the dtensor form cannot state " in text
+    assert "cannot state" not in rendered(plan, 120)
 
 
 def test_repeated_layers_are_one_row(plan: Plan):
@@ -222,7 +222,7 @@ def test_repeated_layers_are_one_row(plan: Plan):
     text = rendered(copy, 120)
     (row,) = (line for line in text.splitlines() if "up_proj.weight  " in line and "/data" in line)
     assert "model.layers.*.mlp.up_proj.weight" in row
-    assert "4 of 32 x 14336/model x 4096/data" in row
+    assert "4 tensors of 32 x 14336/model x 4096/data" in row
     assert "56.00 MiB, 1/256" in row
 
 

@@ -221,7 +221,7 @@ def report(program: Program, plan: Plan, compiled: Compiled) -> CompileReport:
     module = parse_hlo(compiled.text)
     collectives = read_collectives(module, mesh)
     timed = estimate(module, mesh)
-    flops = check_flops(program, timed, mesh.num_devices)
+    flops = check_flops(program, timed, mesh.num_devices, plan.origin.padded_flops, plan.origin.padded)
     at_peak = memory_at_peak(compiled, plan)
     peak = device_peak(compiled, at_peak)
     limit = mesh.topology.usable_bytes

@@ -23,6 +23,10 @@ class FlopCheck:
     """Compiled FLOPs that the compiler's own rematerialisation may have added."""
     model: float | None
     """FLOPs of the model alone, without recomputation and without masked scores."""
+    padding: float = 1.0
+    """FLOPs with the pads of dims that are split unevenly, over those without, as planned."""
+    padded: str = ""
+    """The dim with the most pads, in words; empty for none."""
 
     @property
     def ratio(self) -> float:
@@ -46,21 +50,27 @@ class FlopCheck:
             return ""
         if self.compiled > high:
             explained = f" ({self.remat / self.program:.0%} may be the compiler's recompute)" if self.remat else ""
-            why = "several devices do the same work, or a loop runs less often than was read"
+            others = "several devices do the same work, or a loop runs less often than was read"
+            padding_explains = self.compiled <= high + (self.padding - 1.0) * self.program
+            why = self.padded if self.padded and padding_explains else " and ".join(filter(None, (self.padded, others)))
         else:
             explained = ""
             why = "a loop runs more often than was read, or a kernel's flops are not known; the estimate is too short"
         return f"the compiled program does {self.ratio:.2f} x the matrix flops of the traced one{explained}: {why}"
 
 
-def check_flops(program: Program, estimate: Estimate, devices: int) -> FlopCheck:
+def check_flops(
+    program: Program, estimate: Estimate, devices: int, padding: float = 1.0, padded: str = ""
+) -> FlopCheck:
     """Compare the matrix FLOPs of a compiled step on `devices` devices with those of the traced program.
 
-    `estimate` has the FLOPs of one device.
+    `estimate` has the FLOPs of one device; `padding` and `padded` are the fields of `FlopCheck`.
     """
     return FlopCheck(
         program=float(read_graph(program.module).flops),
         compiled=estimate.flops * devices,
         remat=estimate.remat_flops * devices,
         model=program.model_flops,
+        padding=padding,
+        padded=padded,
     )

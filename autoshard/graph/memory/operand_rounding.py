@@ -151,6 +151,13 @@ def source_of(graph: OpGraph, tensor: int) -> int:
     return maker.operands[0] if maker is not None and maker.number == INSERTED else tensor
 
 
+def dtype_of(graph: OpGraph, tensor: int) -> str:
+    """Return the dtype that a tensor has in the module, before `round_operands`."""
+    while (maker := graph.maker(tensor)) is not None and maker.kind in _MOVES:
+        tensor = maker.operands[0]
+    return graph.tensors[source_of(graph, tensor)].dtype
+
+
 def rounds_rows(graph: OpGraph, op: Op) -> bool:
     """Return True if a gather of rows for matmuls rounds them after it reads them.
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from autoshard.base.units import format_bytes
 from autoshard.cost import Mesh, fraction_for
+from autoshard.graph import dtype_of
 from autoshard.planning.explain.known_runs import COMPILED, KnownRun, time_error
 from autoshard.planning.explain.memory_warnings import (
     REMAT_LIMIT,
@@ -23,6 +24,7 @@ from autoshard.planning.explain.memory_warnings import (
 from autoshard.planning.explain.module_uses import activations, parameter_uses
 from autoshard.planning.explain.plan_pins import make_calls, make_pins, make_regions
 from autoshard.planning.explain.prediction_errors import find_unsure, unsure_lines
+from autoshard.planning.explain.uneven_splits import find_uneven, uneven_lines
 from autoshard.planning.mesh.portfolio import Contender
 from autoshard.planning.price.evaluate import argument_bytes_on_host, tensor_spec
 from autoshard.planning.price.op_prices import planned_ops, price_ops
@@ -89,6 +91,9 @@ class Writer:
         origin = {"weightings": each.weightings, "bound_s": each.bound_s, **self.provenance}
         fraction = fraction_for(model.mesh.topology, each.outcome.peak_bytes)
         origin |= {} if fraction is None else {"memory_fraction": fraction}
+        uneven, padded_flops = find_uneven(ledger, self.groups)
+        padded = uneven_lines(uneven, step_s)
+        origin |= {"padded": {"flops": padded_flops, "words": uneven[0].words}} if padded else {}
         return Plan(
             program_name=program.name,
             program_fingerprint=program.fingerprint,
@@ -111,6 +116,7 @@ class Writer:
             warnings=(
                 *unsure_lines(unsure, int(each.outcome.peak_bytes), self.memory_limit),
                 *self._warnings(ledger, each, unruled, unknown_calls(ledger, prices), arguments),
+                *padded,
                 *self.notes,
             ),
             provenance=_provenance(model, self.seed, origin),
@@ -272,19 +278,27 @@ def _provenance(model: Model, seed: int, more: Mapping[str, Any]) -> dict[str, A
         | dict(more)
         | ({"lifted_constraints": str(lifted)} if (lifted := model.program.lifted) else {})
         | ({"tokens": tokens} if (tokens := model.program.tokens or _counted_tokens(model.program)) else {})
-        | ({"computes_in": dtype} if (dtype := _compute_dtype(model)) else {})
+        | _compute_dtypes(model)
         | ({"on_host": on_host} if (on_host := model.program.on_host) != "none" else {})
         | ({"said_by_program": demands} if demands else {})
     )
 
 
-def _compute_dtype(model: Model) -> str:
-    """Return the dtype of the operands of most matrix FLOPs in a step; empty for a step without products."""
-    flops = defaultdict[str, float](float)
-    for op in model.graph.ops:
+def _compute_dtypes(model: Model) -> dict[str, str]:
+    """Return the program's dtype of the operands of most matrix FLOPs, and the one that the compiler rounds them to.
+
+    The latter is left out where nothing is rounded, and both for a step without products.
+    """
+    graph, flops = model.graph, defaultdict[tuple[str, str], float](float)
+    for op in graph.ops:
         if op.flops and op.operands:
-            flops[model.graph.tensors[op.operands[0]].dtype] += op.flops * model.graph.trips(op.loop)
-    return max(flops, key=lambda dtype: flops[dtype], default="")
+            operand = graph.tensors[op.operands[0]].dtype
+            own = dtype_of(graph, op.operands[0])
+            flops[own, operand] += op.flops * graph.trips(op.loop)
+    if not flops:
+        return {}
+    own, operand = max(flops, key=lambda dtypes: flops[dtypes])
+    return {"computes_in": own} | ({"multiplies_in": operand} if operand != own else {})
 
 
 def _counted_tokens(program: Program) -> int | None:
@@ -373,16 +387,20 @@ def describe(model: Model, groups: Groups, choices: NDArray[np.int64]) -> tuple[
 def _whole_inputs(
     model: Model, groups: Groups, choices: NDArray[np.int64], activations: Mapping[tuple[int, str], float]
 ) -> list[str]:
-    """Return words on the inputs with a batch dim that stand whole on devices which split most of the batch."""
+    """Return words on the inputs with a batch dim that the axes which split most of the batch do not split.
+
+    Other axes may split their other dims.
+    """
     axes = {a for a in model.axis_names if groups.batch is not None and activations.get((groups.batch, a), 0.0) > MOST}
-    whole = [
-        argument.name
-        for argument, tensor in zip(model.program.arguments, model.graph.arguments, strict=True)
-        if axes and argument.role is Role.BATCH
-        and groups.batch in tensor_groups(model.structure, groups.of_factor, tensor)
-        and not axes.intersection(tensor_spec(model, choices, tensor).axes)
-    ]  # fmt: skip
-    return [f"{_join(_ranked(whole))} whole on every device"] if whole else []
+    places = defaultdict[str, list[str]](list)
+    for argument, tensor in zip(model.program.arguments, model.graph.arguments, strict=True):
+        near = tensor_groups(model.structure, groups.of_factor, tensor)
+        spec = tensor_spec(model, choices, tensor)
+        if axes and argument.role is Role.BATCH and groups.batch in near and not axes.intersection(spec.axes):
+            named = ["" if group is None else groups.names.get(group, "") for group in near]
+            split = [f"{name or 'a dim'} over {_over(own)}" for name, own in zip(named, spec.dims, strict=True) if own]
+            places[f"split by {_join(split)}" if split else "whole on every device"].append(argument.name)
+    return [f"{_join(_ranked(names))} {place}" for place, names in places.items()]
 
 
 def _host_words(model: Model, choices: NDArray[np.int64]) -> list[str]:
@@ -410,8 +428,8 @@ def _ranked(names: Sequence[str]) -> list[str]:
 
     The first three names such as `dim of NAME` are stated, or the first one next to plain words; the rest are counted.
     """
-    plain = [n for n in names if not n.startswith("dim of ")]
-    rest = [n for n in names if n.startswith("dim of ")]
+    plain = [n for n in names if " of " not in n]
+    rest = [n for n in names if " of " in n]
     named, more = rest[: 1 if plain else 3], len(rest[1 if plain else 3 :])
     return [*plain, *named, *([f"{more} more dim{'s' if more > 1 else ''}"] if more else [])]
 

@@ -52,11 +52,21 @@ def as_held(plan: Plan, form: Form, free_s: float, other: Candidate | None = Non
         line += f"; a plan without the form takes {format_seconds(free_s)} a step"
     lines = [f"{line}."]
     if plan.origin.not_held:
-        line = f"the {form.name} form cannot hold {', '.join(plan.origin.not_held)} as priced"
+        line = not_held_words(plan)
         if other is not None:
             line += f"; on this mesh, --for {other.name} takes {format_seconds(other.outcome.step_time_s)} a step"
         lines.append(f"{line}.")
     return dataclasses.replace(plan, **parts, warnings=(*plan.warnings, *lines))
+
+
+def not_held_words(plan: Plan) -> str:
+    """Return a clause on the faster baselines, at least one, that the plan's form cannot hold as they are priced."""
+    names = plan.origin.not_held
+    verb = "is" if len(names) == 1 else "are"
+    return (
+        f"{', '.join(names)} {verb} priced with splits of single tensors and values that the {plan.origin.form} form "
+        "cannot state"
+    )
 
 
 def lost_values(plan: Plan, program: Program, form: Form) -> Iterator[LostValue]:

@@ -145,23 +145,23 @@ def _splits(model: Model, groups: Groups, op: Op) -> Iterator[str]:
     if op.rule is None:
         return
     whole = whole_factors(model.graph, op, model.mesh.topology.backend)
-    seen = set()
-    sides = op.sides
-    for factor, size in enumerate(op.rule.sizes):
-        if factor in whole or size == 1:
+    sizes = [(factor, size) for factor, size in enumerate(op.rule.sizes) if factor not in whole and size > 1]
+    named = [(factor_name(model, groups, op, factor), size) for factor, size in sizes]
+    yield from dict.fromkeys(f"{name} ({size})" for name, size in named if name)
+
+
+def factor_name(model: Model, groups: Groups, op: Op, factor: int) -> str:
+    """Return the name of the dim group of a factor of an op with a rule; empty without one."""
+    for tensor, dims in op.sides:
+        cluster = model.structure.cluster_of[tensor]
+        at = next((d for d, factors in enumerate(dims) if factor in factors), None)
+        if cluster < 0 or at is None:
             continue
-        for tensor, dims in sides:
-            cluster = model.structure.cluster_of[tensor]
-            at = next((d for d, factors in enumerate(dims) if factor in factors), None)
-            if cluster < 0 or at is None:
-                continue
-            place = model.structure.dims_of[tensor][at]
-            group = groups.of_factor.get((cluster, place)) if place >= 0 else None
-            name = groups.names.get(group, "") if group is not None else ""
-            if name and (name, size) not in seen:
-                seen.add((name, size))
-                yield f"{name} ({size})"
-                break
+        place = model.structure.dims_of[tensor][at]
+        group = groups.of_factor.get((cluster, place)) if place >= 0 else None
+        if group is not None and (name := groups.names.get(group, "")):
+            return name
+    return ""
 
 
 def shares_of(

@@ -140,6 +140,7 @@ _ORIGINS: dict[str, type | tuple[type, ...]] = {
     "said_by_program": list,
     "flag_sets": (dict, type(None)),
     "tokens": (int, type(None)),
+    "padded": dict,
     "learned": (dict, str, type(None)),
 }
 """Entries of a plan's provenance that are read again, with their types."""

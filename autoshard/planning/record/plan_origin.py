@@ -77,6 +77,12 @@ class Origin:
     """Tokens of one step; None for a program that does not count tokens."""
     computes_in: str
     """Dtype of the operands of most matrix FLOPs; empty without products, and in plans of older versions."""
+    multiplies_in: str
+    """Dtype that the compiler rounds these operands to; empty if it rounds nothing."""
+    padded_flops: float
+    """FLOPs with the pads of dims that are split unevenly, over those without; 1 where that is not noticeable."""
+    padded: str
+    """The dim with the most such pads, in words; empty where that is not noticeable."""
     jax_version: str | None
     """Version of JAX that made the plan; None if unknown."""
 
@@ -112,5 +118,8 @@ def read_origin(provenance: Mapping[str, Any]) -> Origin:
         on_host=provenance.get("on_host", "none"),
         tokens=provenance.get("tokens"),
         computes_in=provenance.get("computes_in", ""),
+        multiplies_in=provenance.get("multiplies_in", ""),
+        padded_flops=provenance.get("padded", {}).get("flops", 1.0),
+        padded=provenance.get("padded", {}).get("words", ""),
         jax_version=provenance.get("versions", {}).get("jax"),
     )

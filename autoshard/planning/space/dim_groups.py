@@ -40,7 +40,8 @@ class Groups:
     names: dict[int, str]
     """Name of each group in `sizes`: `batch`, `sequence`, `hidden`, `stage`, `image height`, `heads` or such.
 
-    A group that no rule names is `dim of` its first parameter, or empty without a parameter.
+    A group that no rule names is `dim of` its first parameter, or `channels of` its layer, or empty without a
+    parameter.
     """
     parameters: dict[int, tuple[int, ...]]
     """Argument positions of the parameters with a dim of the group."""
@@ -182,7 +183,7 @@ def _describe(
     # In a model with a residual stream nearly all matrices have its dim.
     if hidden is not None and weight[hidden] < 0.6 * matrix_bytes:
         hidden = None
-    space = _space(graph, structure, of_factor)
+    space, channels = _space(graph, structure, of_factor), _channels(graph, structure, of_factor)
     names = {}
     for group in sizes:
         if group == batch:
@@ -197,7 +198,7 @@ def _describe(
             names[group] = space[group]
         else:
             of = [program.arguments[p].name for p in holders.get(group, [])]
-            names[group] = _hint(of, group in stacked, group in counting)
+            names[group] = _hint(of, group in stacked, group in counting, group in channels)
     own = tuple(dict.fromkeys(g for groups in data for g in groups if g is not None and g in space and g in sizes))
     return Groups(of_factor, sizes, names, {g: tuple(p) for g, p in holders.items()}, batch, sequence, hidden, own)
 
@@ -246,24 +247,41 @@ def _batches_of_products(graph: OpGraph, structure: Structure, of_factor: dict[t
     """Return the groups of dims that both operands and the result of a product have, as experts of a mixture do."""
     found: set[int] = set()
     for op in graph.ops:
-        if op.kind != "dot_general" or op.rule is None:
-            continue
-        shared = set.intersection(*({f for dim in dims for f in dim} for _, dims in op.sides))
-        for tensor, dims in op.sides:
-            cluster = structure.cluster_of[tensor]
-            if cluster < 0:
-                continue  # a constant of one value has no dims to split
-            for own, factors in zip(structure.dims_of[tensor], dims, strict=True):
-                if own >= 0 and shared.issuperset(factors) and factors:
-                    found.add(of_factor[(cluster, own)])
+        if op.kind == "dot_general" and op.rule is not None:
+            shared = set.intersection(*({f for dim in dims for f in dim} for _, dims in op.sides))
+            found |= _groups_of(op, shared, structure, of_factor)
     return found
 
 
-def _hint(names: list[str], stacked: bool, counting: bool) -> str:
+def _channels(graph: OpGraph, structure: Structure, of_factor: dict[tuple[int, int], int]) -> set[int]:
+    """Return the groups of dims that the kernel of a convolution shares with its input or its result."""
+    found: set[int] = set()
+    for op in graph.ops:
+        if op.kind == "convolution" and op.rule is not None:
+            images, kernel, result = ({f for dim in dims for f in dim} for _, dims in op.sides)
+            found |= _groups_of(op, kernel & (images | result), structure, of_factor)
+    return found
+
+
+def _groups_of(op: Op, kept: set[int], structure: Structure, of_factor: dict[tuple[int, int], int]) -> set[int]:
+    """Return the groups of the dims of an op's operands and results that have factors in `kept` alone."""
+    found: set[int] = set()
+    for tensor, dims in op.sides:
+        cluster = structure.cluster_of[tensor]
+        if cluster < 0:
+            continue  # a constant of one value has no dims to split
+        for own, factors in zip(structure.dims_of[tensor], dims, strict=True):
+            if own >= 0 and kept.issuperset(factors) and factors:
+                found.add(of_factor[(cluster, own)])
+    return found
+
+
+def _hint(names: list[str], stacked: bool, counting: bool, channels: bool) -> str:
     """Return the first name in `_HINTS` that more than half of the parameters' names suggest for their common dim.
 
-    Without one it is `dim of` the first parameter; it is empty without parameters.
+    Without one it is `dim of` the first parameter, or `channels of` its layer; it is empty without parameters.
 
+    - `channels`: True for channels of a convolution.
     - `counting`: True if the products of these matrices are independent. In a feed-forward layer such a dim counts
       experts, also where no name says so.
     - `stacked`: True if the dim counts matrices of a parameter, as a dim of experts does. Features of an expert are
@@ -273,7 +291,9 @@ def _hint(names: list[str], stacked: bool, counting: bool) -> str:
         if stacked or word != _EXPERTS:
             if names and sum(bool(pattern.search(name)) for name in names) * 2 > len(names):
                 return _EXPERTS if word == "ffn" and counting else word
-    return f"dim of {names[0]}" if names else ""
+    if not names:
+        return ""
+    return f"channels of {names[0].rpartition('.')[0] or names[0]}" if channels else f"dim of {names[0]}"
 
 
 def factor_states(states: States, dims: Sequence[Sequence[int]]) -> States:

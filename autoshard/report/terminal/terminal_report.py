@@ -21,6 +21,7 @@ from autoshard.planning import (
     Spec,
     axis_words,
     mesh_words,
+    not_held_words,
     shortened,
     spec_text,
 )
@@ -198,7 +199,7 @@ def _against_best(plan: Plan) -> str:
     if plan.time_error is not None and 1.0 - min(ratio, 1.0 / ratio) <= plan.time_error.ratio:
         error = f"{plan.time_error.ratio:.0%}"
         return f"as fast as the best baseline that fits, {name} ({ratio:.2f}x, where ratios may be {error} wrong)"
-    lost = f", which the {plan.origin.form} form cannot hold" if name in plan.origin.not_held else ""
+    lost = f", with splits that the {plan.origin.form} form cannot state" if name in plan.origin.not_held else ""
     return f"{ratio:.2f}x the speed of the best baseline that fits, {name}{lost}"
 
 
@@ -255,7 +256,7 @@ def _split_table(plan: Plan, title: str, names: Sequence[str], width: int) -> Re
     for size, shown, members in rows[:PARAMETERS]:
         spec, shape = plan.arguments[members[0]], plan.shapes[members[0]]
         shards = spec.shards(plan.mesh)
-        times = f"{len(members)} of " if len(members) > 1 else ""
+        times = f"{len(members)} tensors of " if len(members) > 1 else ""
         held = f"{format_bytes(size / shards)}, {'all' if shards == 1 else f'1/{shards}'}"
         cells.append((shown, Text(times).append_text(_split_shape(shape, spec)), held))
     # Names have what the other columns leave: those of large models differ in their middle only.
@@ -361,8 +362,7 @@ def _baselines(plan: Plan) -> RenderableType | None:
         )
     body: list[RenderableType] = [Padding(table, (0, 0, 0, 2))]
     if plan.origin.not_held:
-        names = clean(", ".join(plan.origin.not_held))
-        body.append(Text(f"  the {plan.origin.form} form cannot hold {names}", style="dim"))
+        body.append(Text(f"  {clean(not_held_words(plan))}", style="dim"))
     return Group(*body)
 
 
