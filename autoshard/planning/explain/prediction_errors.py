@@ -10,13 +10,13 @@ import json
 import math
 import pathlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost import LANES
-from autoshard.graph import SMALL, Loop, Op, OpClass, OpGraph
+from autoshard.graph import SMALL, Carry, Loop, Op, OpClass, OpGraph
 from autoshard.planning.price.evaluate import live_buffers
 from autoshard.planning.price.op_prices import OpPrices
 from autoshard.planning.price.step_ledger import Ledger
@@ -146,7 +146,7 @@ def unsure_lines(unsure: tuple[Unsure, ...], peak_bytes: int, memory_limit: int)
             error = "no compiled program of our tables has them, so the prediction may be far off"
         else:
             error = (
-                f"nine of ten of {each.programs} such programs took within a factor {each.time_within:.1f} of the "
+                f"{_most(each.programs)} such programs took within a factor {each.time_within:.1f} of the "
                 f"predicted time, and reserved within a factor {each.memory_within:.1f} of the predicted memory"
             )
             if peak_bytes <= memory_limit < peak_bytes * each.memory_within:
@@ -156,6 +156,12 @@ def unsure_lines(unsure: tuple[Unsure, ...], peak_bytes: int, memory_limit: int)
             f"{error}{ASK_COMPILER}."
         )
     return lines
+
+
+def _most(programs: int) -> str:
+    """Return words for the number of programs whose errors are at most that of their class: nine of ten, rounded."""
+    within = int(0.9 * (programs - 1) + 0.5) + 1
+    return f"all {programs}" if within == programs else f"{within} of {programs}"
 
 
 def _classes(graph: OpGraph) -> dict[int, str]:
@@ -208,8 +214,8 @@ def recurrent_dots(graph: OpGraph) -> frozenset[int]:
 def elementwise_recurrences(graph: OpGraph, recurrent: frozenset[int]) -> frozenset[int]:
     """Return the ids of all ops in loops that scale a value which they carry, as a selective scan decays its state.
 
-    Loops with recurrent dots, and loops around others, are left out. A layer changes its carried value by matmuls, and
-    sums of gradients are not scaled.
+    Loops with recurrent dots, loops around others and loops over layers (`_is_layer`) are left out. Sums of gradients
+    are not scaled.
     """
     found: set[int] = set()
     for loop in graph.loops:
@@ -226,10 +232,31 @@ def elementwise_recurrences(graph: OpGraph, recurrent: frozenset[int]) -> frozen
                     near.update(op.results if near.intersection(op.operands) else ())
                     scales = op.kind == "multiply" and near.intersection(op.operands)
                     scaled.update(op.results if scales or scaled.intersection(op.operands) else ())
-            if carry.update in scaled:
+            if carry.update in scaled and not _is_layer(graph, body, carry):
                 found.update(op.id for op in body)
                 break
     return frozenset(found)
+
+
+def _is_layer(graph: OpGraph, body: Sequence[Op], carry: Carry) -> bool:
+    """Return True if a loop's body computes the next carried value from the last by a matmul with a weight, or by a
+    convolution.
+
+    Both operands and the result of a product with a weight share no dim. Products with a state for each example do.
+    """
+    after, layered = {carry.body}, set[int]()
+    for op in body:
+        if after.isdisjoint(op.operands):
+            continue
+        after.update(op.results)
+        weighted = op.kind == "convolution" or (
+            op.kind == "dot_general"
+            and op.rule is not None
+            and not set.intersection(*({f for dim in dims for f in dim} for _, dims in op.sides))
+        )
+        if weighted or layered.intersection(op.operands):
+            layered.update(op.results)
+    return carry.update in layered
 
 
 def _is_invariant(graph: OpGraph, loop: Loop, tensor: int) -> bool:
