@@ -111,9 +111,9 @@ def compile_here(
 
     `quick` and `time_limit` are those of `compile_plan`. Raises `UserError` as `compile_plan` does.
     """
-    from autoshard.exec import compile_plan
+    from autoshard.exec import compile_plan, verify_program
 
-    program = open_program(arguments, progress, plan.topology, plan=plan)
+    program = verify_program(open_program(arguments, progress, plan.topology, plan=plan), plan)
     progress(f"Compiling for {plan.topology}" + ("" if quick else " (minutes for a large model)"))
     return compile_plan(program, plan, time_limit=time_limit, quick=quick)
 

@@ -118,6 +118,7 @@ def start_devices(topology: "Topology") -> None:
     For another topology raise `UserError` if JAX finds only CPU devices, too few devices, or those of another chip. A
     kind of device that no chip's file names passes.
     """
+    from autoshard.base.device_files import accelerator_files
     from autoshard.cost import chip_of_kind
     from autoshard.exec import ensure_devices
 
@@ -125,6 +126,8 @@ def start_devices(topology: "Topology") -> None:
         need_no_accelerator()
         ensure_devices(topology.num_devices)
         return
+    if not accelerator_files():  # then no plugin of JAX's need search for accelerators, and log that it failed
+        need_no_accelerator()
     import jax
 
     if jax.default_backend() == "cpu":

@@ -34,9 +34,10 @@ def model_rows() -> list[dict[str, Any]]:
 
 
 def chip_rows() -> list[dict[str, Any]]:
-    """List the chips: name, aliases, and for one chip bf16 peak, bytes and bandwidth of main memory, and devices.
+    """List the chips: name, aliases, and for one chip bf16 peak, usable bytes and bandwidth of memory, and devices.
 
-    `memory_bytes` is None for a CPU, which shares the machine's memory.
+    `memory_bytes` is what programs may allocate on a chip, as in `topology_rows` and in plans. It is None for a CPU,
+    which shares the machine's memory.
     """
     chips = [load_chip(name) for name in chip_names()]
     return [
@@ -44,7 +45,7 @@ def chip_rows() -> list[dict[str, Any]]:
             "name": chip.name,
             "also": list(chip.aliases),
             "peak_flops_per_s": chip.peak_flops_per_s["bf16"],
-            "memory_bytes": chip.hbm_bytes or None,
+            "memory_bytes": chip.usable_bytes_per_device * chip.devices_per_chip or None,
             "memory_bytes_per_s": chip.memory_bytes_per_s,
             "devices": chip.devices_per_chip,
         }
@@ -55,11 +56,14 @@ def chip_rows() -> list[dict[str, Any]]:
 def topology_rows(pattern: str | None = None) -> list[dict[str, Any]]:
     """List the topologies that match a pattern, or all of one slice, with chips, devices and the slice's cloud name.
 
-    `memory_bytes` is the usable memory of all devices. `slice` is None for several slices and for a slice without name.
+    A chip's name stands for its topologies of one slice. `memory_bytes` is the usable memory of all devices. `slice` is
+    None for several slices and for a slice without name.
 
     Raises `UserError` for a pattern that matches none.
     """
-    topologies = find_topologies(pattern or _PATTERN)
+    chips = {alias for chip in map(load_chip, chip_names()) for alias in (chip.name, *chip.aliases)}
+    by_chip = pattern is not None and pattern.strip().lower() in chips
+    topologies = find_topologies(f"{pattern.strip()}:*" if pattern and by_chip else pattern or _PATTERN)
     topologies = topologies if pattern else tuple(sorted(topologies, key=lambda each: (each.chip.name, each.num_chips)))
     names = {(chip, shape): name for chip in chip_names() for name, shape in slice_shapes(load_chip(chip)).items()}
     return [

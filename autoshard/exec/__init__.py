@@ -38,6 +38,7 @@ from autoshard.exec.learn.refinement import refinement_figures as refinement_fig
 from autoshard.exec.run.measurement import Measurement as Measurement
 from autoshard.exec.run.measurement import measure as measure
 from autoshard.exec.run.measurement import measurement_figures as measurement_figures
+from autoshard.exec.run.measurement import verify_program as verify_program
 from autoshard.exec.run.profiled_collectives import CollectiveTime as CollectiveTime
 from autoshard.exec.run.profiled_collectives import CollectiveTimes as CollectiveTimes
 from autoshard.exec.run.program_check import check as check

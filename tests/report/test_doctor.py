@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from autoshard.base import device_files
 from autoshard.base.tested_versions import TESTED, VersionSet, known_versions
 from autoshard.report import doctor, doctor_report
 from autoshard.report.terminal import doctor_report as _doctor
@@ -125,7 +126,7 @@ def test_a_process_that_cannot_look_says_why(monkeypatch: pytest.MonkeyPatch):
 def test_an_accelerator_that_is_here_and_not_used_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     (tmp_path / "nvidia0").touch()
     monkeypatch.setenv("JAX_PLATFORMS", "")
-    monkeypatch.setattr(_doctor, "_ACCELERATORS", (str(tmp_path / "nvidia*"),))
+    monkeypatch.setattr(device_files, "PATTERNS", (str(tmp_path / "nvidia*"),))
     look = "import sys; print('RuntimeError: cuInit(0) failed', file=sys.stderr); print('{}')"
     answer = '{"devices": ["0: cpu"], "backend": "cpu"}'
     monkeypatch.setattr(_doctor, "_LOOK", look.replace("'{}'", f"'{answer}'"))

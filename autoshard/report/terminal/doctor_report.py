@@ -1,7 +1,6 @@
 """Report of the installation: packages, devices, and the abilities that they allow."""
 
 import dataclasses
-import glob
 import importlib.metadata
 import json
 import os
@@ -13,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autoshard.base.device_files import accelerator_files
 from autoshard.base.processes import run_script
 from autoshard.base.tested_versions import PACKAGES, TESTED, known_versions
 
@@ -55,8 +55,6 @@ print(json.dumps({"devices": devices, "backend": jax.default_backend()}))
 """Program that a separate process runs to list devices."""
 _WAIT_S = 120.0
 """Seconds within which that process must list devices."""
-_ACCELERATORS = ("/dev/nvidia[0-9]*", "/dev/accel*", "/dev/vfio/[0-9]*")
-"""Device files of GPUs and TPUs on Linux."""
 
 
 def doctor() -> dict[str, Any]:
@@ -116,7 +114,7 @@ def _devices() -> tuple[list[str], str, str]:
     if code or not out.strip():
         return [], f"none: {log_lines[-1] if log_lines else 'JAX could not be started'}", ""
     listed = json.loads(out.splitlines()[-1])
-    device_files = [path for pattern in _ACCELERATORS for path in glob.glob(pattern)]
+    device_files = accelerator_files()
     if listed["backend"] != "cpu" or not device_files or os.environ.get("JAX_PLATFORMS", "") == "cpu":
         return listed["devices"], listed["backend"], ""
     reason = next((line for line in reversed(log_lines) if "Error" in line), "")

@@ -101,17 +101,25 @@ def _listed(names: Sequence[str]) -> str:
     return clean(names[0]) + (f" and {len(names) - 1} more are" if len(names) > 1 else " is")
 
 
+_EDGES = {
+    "ends and ties": "first and last indices and equal values",
+    "indices past the ends": "indices out of range",
+}
+"""Edge case of a check -> words for its inputs; other cases have words of their own."""
+
+
 def _edge(name: str, figures: Mapping[str, Any] | None) -> Text:
-    """Return the verdict of the comparison with edge values among the arguments; `name` describes the values.
+    """Return the verdict of the comparison with edge values among the inputs; `name` is that of the edge case.
 
     Without `figures` the values were not compared.
     """
+    inputs = f"inputs that have {_EDGES.get(name, name)}"
     if figures is None:
         why = "collectives of CPUs drop it under max and min, in plain JAX as well"
-        return Text(f"Not compared with {name} among the arguments: {why}", style="dim")
+        return Text(f"Not compared for {inputs}: {why}", style="dim")
     passed = figures["passed"]
     text = Text("AGREES" if passed else "DIFFERS", style="bold green" if passed else "bold red")
-    words = f" with {name} among the arguments"
+    words = f" with the unplanned run also for {inputs}"
     if not passed:
         words += f": by {figures['worst_rel_diff']:.1e} at {clean(figures['worst'])}"
         words += f"; {figures['worst_allowed']:.0e} is allowed there"
