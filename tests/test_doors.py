@@ -9,7 +9,7 @@ import pytest
 
 from autoshard import cli
 from autoshard.cli.parser import build_parser
-from autoshard.cost import chip_names, slice_names
+from autoshard.cost import Topology, chip_names, slice_names
 from autoshard.program import bundled
 from tests.test_cli import commands
 
@@ -32,6 +32,10 @@ def test_everything_that_can_be_named_is_listed(capsys: pytest.CaptureFixture[st
     shown = answer(capsys, "list", "topologies", "v6e:2x4*1-2")
     assert [line.split()[0] for line in shown.splitlines()[2:]] == ["v6e:2x4", "v6e:2x4*2"]
     assert "v6e-8" in shown and "500" not in shown
+    chips = {row["name"]: row for row in json.loads(answer(capsys, "list", "chips", "--json"))["chips"]}
+    of_one = json.loads(answer(capsys, "list", "topologies", "H100-SXM", "--json"))["topologies"]
+    assert [row["name"] for row in of_one] == ["h100:1", "h100:2", "h100:4", "h100:8"]
+    assert of_one[0]["memory_bytes"] == chips["h100"]["memory_bytes"] == Topology.parse("h100:1").usable_bytes
 
 
 def test_an_estimate_shows_memory_by_kind_for_each_policy(capsys: pytest.CaptureFixture[str]):

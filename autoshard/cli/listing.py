@@ -62,8 +62,10 @@ def topology_rows(pattern: str | None = None) -> list[dict[str, Any]]:
     Raises `UserError` for a pattern that matches none.
     """
     chips = {alias for chip in map(load_chip, chip_names()) for alias in (chip.name, *chip.aliases)}
-    by_chip = pattern is not None and pattern.strip().lower() in chips
-    topologies = find_topologies(f"{pattern.strip()}:*" if pattern and by_chip else pattern or _PATTERN)
+    name = pattern.strip().lower() if pattern else _PATTERN
+    if name in chips or not set(":*-") & set(name):
+        pattern = f"{load_chip(name).name}:*"
+    topologies = find_topologies(pattern or _PATTERN)
     topologies = topologies if pattern else tuple(sorted(topologies, key=lambda each: (each.chip.name, each.num_chips)))
     names = {(chip, shape): name for chip in chip_names() for name, shape in slice_shapes(load_chip(chip)).items()}
     return [

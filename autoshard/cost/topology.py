@@ -315,7 +315,9 @@ def _check_tpu_shape(chip: Chip, shape: tuple[int, ...]) -> tuple[int, ...]:
     shapes = ", ".join("x".join(map(str, small)) for small in chip.small_shapes)
     larger = f", and shapes of whole {edge}x{edge}x{edge} cubes up to {chip.max_chips} chips" if edge else ""
     beyond = f"; beyond one slice write {chip.name}:SHAPE*SLICES" if math.prod(shape) > chip.max_chips else ""
-    raise UserError(f"{chip.name} has no shape {asked}; it has {shapes}{larger}{beyond}")
+    name = next((name for name in slice_shapes(chip) if asked.isdigit() and name == f"{chip.name}-{asked}"), "")
+    named = f"; the slice {name} is {_slice_table()[name]}" if name else ""
+    raise UserError(f"{chip.name} has no shape {asked}; it has {shapes}{larger}{beyond}{named}")
 
 
 def _may_twist(shape: tuple[int, ...]) -> bool:

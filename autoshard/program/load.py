@@ -381,9 +381,16 @@ def _from_torch(pair: tuple[Any, Any, Any], module: ModuleType, file: Path, opti
             raise UserError(
                 f"{_flags(training)} only {_apply(training)} to training; add `--train`, or leave {them} out."
             )
-        return from_torch(*pair, name=file.stem, **options)
+        program = from_torch(*pair, name=file.stem, **options)
+        returned = [result for result in program.results if result.argument is None]
+        if len(returned) != 1 or math.prod(returned[0].shape) != 1 or "float" not in returned[0].dtype:
+            return program
+        note = (
+            f"This is the forward pass, and `{file}` returns one number: did you mean `--train`, with it as the loss?"
+        )
+        return dataclasses.replace(program, notes=(*program.notes, note))
 
-    def returned(output: Any) -> Any:
+    def own_loss(output: Any) -> Any:
         """Return the loss that a module computes itself."""
         number = getattr(output, "loss", output)
         if getattr(number, "shape", None) is not None and math.prod(number.shape) == 1:
@@ -394,7 +401,7 @@ def _from_torch(pair: tuple[Any, Any, Any], module: ModuleType, file: Path, opti
         )
 
     if not callable(loss):
-        loss, targets = returned, None
+        loss, targets = own_loss, None
     return from_torch(*pair, name=file.stem, loss=loss, targets=targets, **options)
 
 

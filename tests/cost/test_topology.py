@@ -133,6 +133,8 @@ def test_physical_axes_multiply_to_the_devices() -> None:
         ("v5e:4x5", "v5e has no shape 4x5; it has 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16"),
         ("v5e:32x32", "v5e has no shape 32x32; .*; beyond one slice write v5e:SHAPE\\*SLICES"),
         ("v5p:4x4x6", "v5p has no shape 4x4x6; it has 2x2x1, 2x2x2, 2x2x4, 2x4x4, and shapes of whole 4x4x4 cubes"),
+        ("v6e:64", "v6e has no shape 64; it has 1x1, .*, 16x16; the slice v6e-64 is v6e:8x8$"),
+        ("v6e:60", "v6e has no shape 60; it has 1x1, .*, 16x16$"),
         ("v5p:0x4x4", "v5p has no shape 0x4x4"),
         ("v5p:4x4", "v5p has no shape 4x4"),
         ("v4:16x16x32", "v4 has no shape 16x16x32: 8192 chips, at most 4096 exist in a slice"),

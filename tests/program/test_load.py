@@ -154,6 +154,9 @@ def test_a_number_that_a_module_returns_is_its_loss(tmp_path):
         if returned == "number":
             program = open_source(source, train=True)
             assert program.training and program.results[-1].shape == ()
+            assert not any("one number" in note for note in program.notes)
+            (note,) = (note for note in open_source(source).notes if "returns one number" in note)
+            assert "did you mean `--train`" in note
         else:
             with pytest.raises(UserError, match="or let the module return one number"):
                 open_source(source, train=True)
@@ -179,6 +182,7 @@ def test_a_torch_module_in_a_file_becomes_a_training_step(tmp_path, body, state)
     assert {a.dtype for a in program.arguments if a.role == "optimizer_state" and a.shape} == {"bfloat16"}
     assert not any("No loss was given" in note for note in program.notes)
     assert not open_source(file).training and not open_source(file, train=False).training
+    assert not any("one number" in note for note in open_source(file).notes)
 
 
 @pytest.mark.parametrize(

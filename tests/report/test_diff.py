@@ -49,6 +49,15 @@ def test_plans_with_other_pins_alone_differ_there(plan: Plan):
     assert difference_figures(largest)["inside"][0]["second"] == "*/data x *"
 
 
+def test_values_inside_are_few_rows_without_the_numbers_of_ops(plan: Plan):
+    spec = Spec((("data",),))
+    once = [Pin(op, 0, spec, name=f"jit(step)/{name}") for op, name in enumerate(("exp", "log", "sin", "cos", "tan"))]
+    used = [Pin(op, 0, spec, (op + 40, 0), name="jit(step)/mul") for op in range(10, 13)]
+    text = shown(difference(pinned(plan, *once, *used), pinned(plan)))
+    assert "8 values inside the step have other specs. 3 of mul as operands */data -> not pinned" in text
+    assert "takes it" not in text and "and 1 more rows, of fewer values; --json lists all" in text
+
+
 def test_stages_of_one_value_are_one_after_the_other(plan: Plan):
     stages = (Pin(5, 0, Spec((("data",),)), name="add"), Pin(5, 0, Spec((("data", "model"),)), name="add"))
     (each,) = difference(pinned(plan, *stages), plan).inside
@@ -129,9 +138,16 @@ def test_equal_parts_over_axes_of_other_names_are_no_difference(plan: Plan):
 
 
 def test_axes_of_another_size_have_it_and_states_follow_their_arguments(plan: Plan):
-    rows = [("w", "8/data=4 x 8", "8/data=2 x 8"), ("opt.mu.w", "8/data=4 x 8", "8/data=2 x 8"), ("mu.w", "8", "8/a")]
-    text = shown(dataclasses.replace(difference(plan, plan), specs=tuple(rows)))
-    assert "and 1 of optimizer state, which follow these" in text and "opt.mu.w" not in text and "mu.w 8 -> 8/a" in text
+    roles = {"state.0.w": "parameter", "state.1.mu.w": "optimizer_state", "state.1.nu.w": "optimizer_state"}
+    split, whole = Spec((("data",), ())), Spec(((), ()))
+    fields = {"roles": roles, "shapes": dict.fromkeys(roles, (64, 64)), "dtypes": dict.fromkeys(roles, "float32")}
+    first, second = (
+        dataclasses.replace(plan, arguments=dict(zip(roles, specs, strict=True)), **fields)
+        for specs in ((split, split, split), (whole, whole, Spec(((), ("data",)))))
+    )
+    text = shown(difference(first, second))
+    assert "and 1 of optimizer state, which follow these" in text and "state.1.mu.w" not in text
+    assert "state.0.w 64/data x 64 -> 64 x 64" in text and "state.1.nu.w 64/data x 64 -> 64 x 64/data" in text
     (one, size), (two, other) = plan.mesh.items()
     turned = dataclasses.replace(plan, mesh={one: other, two: size})
     found = difference(plan, turned)

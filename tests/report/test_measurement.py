@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
+from autoshard.exec.run.check_inputs import BEYOND, ENDS, UNDEFINED
 from autoshard.planning import Plan
 from autoshard.planning.record.plan_parts import Unsure
 from autoshard.report import measurement_report
@@ -68,6 +69,16 @@ def test_a_difference_that_rounding_could_hide_is_undecided(plan: Plan) -> None:
     fine = shown(plan, **check | {"worst_rel_diff": 1e-3}, worst_allowed=2e-3)
     assert "AGREES with the unplanned run" in fine and "UNDECIDED" not in fine
     assert "DIFFERS with" in shown(plan, **check | {"passed": False}, worst_allowed=0.2)
+
+
+def test_edge_cases_are_told_in_words(plan: Plan) -> None:
+    check = {"max_rel_diff": 1e-6, "tolerance": 1e-5, "passed": True, "worst": "mu", "worst_rel_diff": 1e-6}
+    check |= {"noise": [], "floor_note": "", "worst_allowed": 1e-5}
+    edges = {ENDS: check, BEYOND: check | {"passed": False}, UNDEFINED: None}
+    text = " ".join(shown(plan, **check, edges=edges).split())
+    assert "AGREES with the unplanned run also for inputs that have first and last indices and equal values" in text
+    assert "DIFFERS with the unplanned run also for inputs that have indices out of range: by 1.0e-06 at mu" in text
+    assert "Not compared for inputs that have NaN: collectives of CPUs drop it" in text
 
 
 def test_rounding_and_faults_are_told_apart_in_float64(plan: Plan) -> None:

@@ -110,6 +110,10 @@ def test_the_recipe_stands_below_the_step(plan: Plan):
     assert line.rstrip() == "RECIPE: stored in bfloat16"
     products = dataclasses.replace(plan, provenance=plan.provenance | {"computes_in": "float8_e4m3fn"})
     assert recipe_line(products) == "float8_e4m3fn, stored in bfloat16"
+    rounded = dataclasses.replace(
+        plan, provenance=plan.provenance | {"computes_in": "float32", "multiplies_in": "bfloat16"}
+    )
+    assert recipe_line(rounded) == "float32 (bfloat16 in matmuls), stored in bfloat16"
     options = {"source": {"program": "hf:llama3-8b", "options": {"remat": "dots", "microbatches": 4}}}
     stated = dataclasses.replace(plan, provenance=plan.provenance | options)
     assert recipe_line(stated).startswith("remat dots, microbatches 4, bfloat16, stored in bfloat16")

@@ -205,6 +205,9 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     Raises `UserError` in one sentence if the file is missing, cut short, of another kind, damaged, or written by a
     newer version.
     """
+    name = str(path)
+    if name.startswith("hf:") or name.lower().endswith((".py", ".mlir", ".stablehlo", ".hlo")):
+        raise UserError(f"{path} is a program, not a plan: `autoshard plan {path} --out plan.json` makes one.")
     try:
         text = read_bytes(path).decode("utf-8")
     except OSError as error:

@@ -1,6 +1,7 @@
 """Differences between two plans."""
 
 import dataclasses
+import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -21,10 +22,12 @@ FIGURES = ("step_time_s", "compute_s", "hidden_comm_s", "exposed_comm_s", "peak_
 """Fields of `Prediction` that are compared."""
 SHOWN = 40
 """Most arguments and rows of communication that the report lists; the rest is counted."""
-INSIDE = 12
-"""Most rows of values inside of the step that the report lists. `--json` has all of them."""
+INSIDE = 5
+"""Most rows of values inside of the step that the report lists, those of most values first; `--json` has all."""
 
 
+_OPERAND = re.compile(r" as op \S+ takes it$")
+"""End of the name of a value's use by one op."""
 FREE = "not pinned"
 """Text in place of a spec if propagation decides."""
 
@@ -69,6 +72,8 @@ class PlanChange:
     Specs are equal if every device, counted along the mesh, holds the same part: `*/data` of data=8 and `*/data/model`
     of data=4, model=2.
     """
+    followers: frozenset[str]
+    """Names of optimizer state among `specs` that is split as its parameter in both plans."""
     shared: int
     """Number of arguments that both plans have."""
     renamed: int
@@ -112,14 +117,16 @@ def difference(first: Plan, second: Plan) -> PlanChange:
             settings.append((name, a, b))
     equal = {name for name in both if len({_placed(each.arguments[name], each) for each in (first, second)}) == 1}
     labels, other_labels = _labels(first, second), _labels(second, first)
+    specs = tuple(
+        (name, _argument(first, name, labels), _argument(second, name, other_labels))
+        for name in both
+        if name not in equal
+    )
     return PlanChange(
         figures=tuple((key, getattr(first.prediction, key), getattr(second.prediction, key)) for key in FIGURES),
         settings=tuple(settings),
-        specs=tuple(
-            (name, _argument(first, name, labels), _argument(second, name, other_labels))
-            for name in both
-            if name not in equal
-        ),
+        specs=specs,
+        followers=_followers(first, specs),
         shared=len(both),
         renamed=sum(first.arguments[name] != second.arguments[name] for name in equal),
         only_first=tuple(name for name in first.arguments if name not in second.arguments),
@@ -335,7 +342,7 @@ def difference_report(found: PlanChange) -> RenderableType:
         figures.add_row(figure_name(key), figure_text(key, a), figure_text(key, b), Text(ratio, style="dim"))
     for name, a, b in found.settings:
         figures.add_row(Text(name, style="yellow"), Text(clean(a, 30)), Text(clean(b, 30)), "")
-    specs, own = _rows(), _without_followers(found.specs)
+    specs, own = _rows(), [row for row in found.specs if row[0] not in found.followers]
     for name, a, b in own[:SHOWN]:
         specs.add_row(Text(clean(name, 44)), Text(a), Text(f"-> {b}"))
     count = f"{len(found.specs)} of {found.shared} common arguments are split differently"
@@ -357,16 +364,14 @@ def difference_report(found: PlanChange) -> RenderableType:
     return Group(*parts)
 
 
-def _without_followers(specs: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
-    """Return the rows but for those whose name ends with that of another row with the same specs: optimizer state."""
-    rows = set(specs)
-
-    def follows(row: tuple[str, str, str]) -> bool:
-        """Return True if a part of the name after a dot is the name of a row with the same specs."""
-        parts = row[0].split(".")
-        return any((".".join(parts[first:]), row[1], row[2]) in rows for first in range(1, len(parts)))
-
-    return [row for row in specs if not follows(row)]
+def _followers(plan: Plan, specs: Sequence[tuple[str, str, str]]) -> frozenset[str]:
+    """Return the names of optimizer state among rows whose last part and specs are those of a parameter's row."""
+    parameters = {(name.rpartition(".")[2], *texts) for name, *texts in specs if plan.is_weight(name)}
+    return frozenset(
+        name
+        for name, *texts in specs
+        if plan.roles.get(name) == "optimizer_state" and (name.rpartition(".")[2], *texts) in parameters
+    )
 
 
 def _rows() -> Table:
@@ -384,10 +389,12 @@ def _inside_parts(found: PlanChange) -> list[RenderableType]:
         return []
     rows: dict[tuple[str, str, str], int] = defaultdict(int)
     shared = patterns(each.name for each in found.inside)
+    steps = {each.name.partition("/")[0] for each in found.inside if "/" in each.name}
     for each in found.inside:
-        rows[shared[each.name], each.first, each.second] += 1
+        name = _OPERAND.sub(" as operands", shared[each.name])
+        rows[name.partition("/")[2] or name if len(steps) == 1 else name, each.first, each.second] += 1
     table = _rows()
-    for (name, a, b), count in [*rows.items()][:INSIDE]:
+    for (name, a, b), count in sorted(rows.items(), key=lambda row: -row[1])[:INSIDE]:
         times = f"{count} of " if count > 1 else ""
         table.add_row(Text(f"{times}{clean(name, 44)}"), Text(a), Text(f"-> {b}"))
     parts: list[RenderableType] = [
@@ -396,7 +403,7 @@ def _inside_parts(found: PlanChange) -> list[RenderableType]:
         table,
     ]
     if len(rows) > INSIDE:
-        parts.append(Text(f"  and {len(rows) - INSIDE} more", style="dim"))
+        parts.append(Text(f"  and {len(rows) - INSIDE} more rows, of fewer values; --json lists all", style="dim"))
     return parts
 
 

@@ -134,3 +134,24 @@ def test_inputs_that_stand_whole_beside_a_split_batch_are_told() -> None:
             names.append(argument.name)
             choices[model.cluster_node[model.structure.cluster_of[tensor]]] = 0
     assert f"{' and '.join(names)} whole on every device" in describe(model, groups, choices)
+
+
+def test_inputs_that_other_axes_split_are_told_by_dim() -> None:
+    model = made.model("decoder", "v6e:2x4*2", "data=2,model=8")
+    groups = made.groups(model)
+    choices = choose(model, {"data": "batch"}, {})
+    names = []
+    for tensor, argument in zip(model.graph.arguments, model.program.arguments, strict=True):
+        if argument.role is Role.BATCH:
+            cluster = model.structure.cluster_of[tensor]
+            found = [groups.names.get(groups.of_factor[(cluster, f)]) for f in model.structure.dims_of[tensor]]
+            states = model.nodes[model.cluster_node[cluster]].states
+            match = (states == [-1, model.structure.dims_of[tensor][found.index("sequence")]]).all(axis=1)
+            choices[model.cluster_node[cluster]] = np.flatnonzero(match)[0]
+            names.append(argument.name)
+    assert f"{' and '.join(names)} split by sequence over model" in describe(model, groups, choices)
+
+
+def test_channels_of_convolutions_have_the_names_of_layers() -> None:
+    names = set(made.groups(made.model("convolutions", "h100:8", "data=4,model=2")).names.values())
+    assert any(name.startswith("channels of ") for name in names), names

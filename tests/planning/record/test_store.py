@@ -116,6 +116,14 @@ def test_binary_and_missing_files_are_refused(tmp_path: Path):
         load_plan(tmp_path / "missing.json")
 
 
+@pytest.mark.parametrize("name", ["step.py", "step.mlir", "hf:llama3-8b"])
+def test_a_program_in_the_place_of_a_plan_is_named(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "step.py").write_text("import jax")
+    with pytest.raises(UserError, match=f"^{name} is a program, not a plan: `autoshard plan {name} --out"):
+        load_plan(name)
+
+
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "plan.json"
     path.write_text("old")
