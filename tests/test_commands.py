@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import subprocess
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 
 import autoshard
 from autoshard import UserError, cli
+from autoshard.base import device_files
 from autoshard.cli.inputs import start_devices
 from autoshard.cost import Topology
 from autoshard.exec.ahead.compile_targets import Compiled
@@ -486,6 +488,25 @@ def test_number_and_kind_of_accelerators_are_checked(
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind=kind)] * 2)
     with pytest.raises(UserError, match=re.escape(sentence)) if sentence else contextlib.nullcontext():
         start_devices(Topology.parse(topology))
+
+
+def test_no_accelerator_is_searched_where_no_device_file_is(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(device_files, "PATTERNS", ())
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    monkeypatch.delenv("JAX_PLATFORMS")
+    with pytest.raises(UserError, match="the plan is for h100:8, but only CPU devices are here"):
+        start_devices(Topology.parse("h100:8"))
+    assert os.environ["JAX_PLATFORMS"] == "cpu"
+
+
+def test_a_plan_of_another_program_is_refused_before_it_compiles(folder: Path, monkeypatch, capsys, tmp_path: Path):
+    monkeypatch.chdir(folder)
+    plan = str(tmp_path / "v5e.json")
+    assert cli.main(["plan", "step.py", "--topology", "v5e:2x4", "--mesh", "data=4,model=2", "--out", plan]) == 0
+    assert cli.main(["compile", "step.py", "--plan", plan, "--entry", "dtypes_differ"]) == 2
+    shown = capsys.readouterr().err
+    assert "another program: argument `x` is float32[32,64] in the plan" in shown and "Compiling for" not in shown
 
 
 @pytest.mark.parametrize("suffix", ["graphml", "json", "svg"])

@@ -394,6 +394,7 @@ def _sent(result: CompileReport) -> list[str]:
     sorts = collections.defaultdict[tuple[str, str, int], list[CompiledCollective]](list)
     for collective in result.collectives:
         flags = [
+            "of one number" if collective.kind == "all-reduce" and collective.size_bytes <= 4 else "",
             "in a loop" if collective.in_loop else "",
             "async" if collective.asynchronous else "sync",
             "between slices" if collective.network else "",

@@ -177,6 +177,10 @@ def test_a_program_that_fits(program):
     json.dumps(figures)
     lines = compile_lines(compilation)
     assert any("all-reduce over model: 16.00 KiB (sync)" in line for line in lines)
+    (sent,) = compilation.collectives
+    tiny = dataclasses.replace(sent, size_bytes=4, wire={"model": 7.0})
+    lines_of_one = compile_lines(dataclasses.replace(compilation, collectives=(tiny,)))
+    assert any("all-reduce over model: 7 B (of one number, sync)" in line for line in lines_of_one)
     assert figures["peak_bytes"] == {"predicted": plan.prediction.peak_bytes, "compiled": 150, "reserved": 170}
     assert lines[1].endswith("compiled 150 B; the program reserves 170 B")
 
