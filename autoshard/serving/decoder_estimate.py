@@ -207,8 +207,8 @@ class _Estimated:
         passes = 1.0
         if self.asked.training:
             passes = 3.0 if self.asked.remat == "full" else 2.0
-            # The backward pass has twice the matmuls of the head, and recomputes the layers under `full`.
-            again = forward if self.asked.remat == "full" else 0.0
+            # The backward pass has twice the matmuls of the head. It computes layers again: all, or all but matmuls.
+            again = {"full": forward, "dots": self._attention(2) + self._streamed()}.get(self.asked.remat, 0.0)
             gathers, scatters = self._gathered(), self._scattered()
             update = float(self.compute.memory_seconds(self._updated_bytes()))
             compute = forward + backward + again + 3 * head + update
