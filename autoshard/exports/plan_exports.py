@@ -21,6 +21,7 @@ from autoshard.planning import (
     by_name,
     check_names,
     eager_peak,
+    examples_sentence,
     expressible_specs,
     form_named,
     held_remat,
@@ -87,6 +88,7 @@ def make_export(plan: Plan, form: str, program: Program | None = None, *, force:
     check_names(known, plan.program_name, program, problem)
     if program is not None and known.rest in (Rest.XLA, Rest.DTENSOR) and plan.origin.form != known.name:
         plan = with_split_batch(plan, program)
+    examples = examples_sentence(plan, known, program, force)
     if not force:
         _refuse_nothing(plan, known, program)
     held = _held_remat(plan, known)
@@ -112,6 +114,7 @@ def make_export(plan: Plan, form: str, program: Program | None = None, *, force:
             )
     elif known.gathers:
         sentence += " The figures are of a step compiled by XLA; `autoshard degrees` has those of eager torch."
+    sentence += f" {examples}" if examples else ""
     if plan.flags:
         sentence += f' The step is to run with LIBTPU_INIT_ARGS="{" ".join(plan.flags)}".'
     inputs = (plan, sentence, program) if known.reads_program else (plan, sentence)
@@ -233,10 +236,11 @@ def _whole(form: Form) -> str:
 def _opened(plan: Plan, form: Form, program: Program | None) -> tuple[Program | None, str]:
     """Return the plan's program and an empty text, or None and the problem if the program cannot be opened.
 
-    A given program is returned. None and an empty text are returned if neither the form nor its price needs the
-    program.
+    A given program is returned. None and an empty text are returned if neither the form, its price nor the check of
+    its examples needs the program.
     """
-    unpriced = plan.origin.form == form.name and not form.reads_program and not _held_remat(plan, form)
+    checked = form.gathers and plan.source is not None and not plan.source.is_configuration
+    unpriced = plan.origin.form == form.name and not (form.reads_program or checked or _held_remat(plan, form))
     if program is not None or unpriced or form.rest is Rest.STAGES:
         return program, ""
     try:

@@ -44,6 +44,7 @@ from autoshard.planning.forms.export_forms import splits_in_plan as splits_in_pl
 from autoshard.planning.forms.export_forms import splits_nothing as splits_nothing
 from autoshard.planning.forms.gathered_parameters import with_split_batch as with_split_batch
 from autoshard.planning.forms.held_recipes import held_remat as held_remat
+from autoshard.planning.forms.independent_examples import examples_sentence as examples_sentence
 from autoshard.planning.forms.lost_values import lost_values as lost_values
 from autoshard.planning.forms.lost_values import not_held_words as not_held_words
 from autoshard.planning.forms.maxtext_axes import maxtext_uses as maxtext_uses

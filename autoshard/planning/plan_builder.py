@@ -29,6 +29,7 @@ from autoshard.cost import (
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.planning.explain.write_plan import WhenAsked, Writer
 from autoshard.planning.forms.export_forms import Form, Rest, check_names, form_named
+from autoshard.planning.forms.independent_examples import check_planned, shares_examples
 from autoshard.planning.forms.lost_values import as_held
 from autoshard.planning.forms.within_form import plan_within
 from autoshard.planning.mesh.baseline_mesh import with_baselines
@@ -169,6 +170,9 @@ def make_plan(
     """
     running = running or Running()
     form = None if options.form is None else _limiting(options.form, options.candidates, program)
+    first_recipe = before is None or before.rival is None
+    if form is not None and form.shares_batch and first_recipe:
+        check_planned(form, program)
     phases = Phases(running.progress)
     parsed = Topology.parse(options.topology)
     limits = _limits(options, parsed)
@@ -223,6 +227,8 @@ def make_plan(
         plan = writer.write(first, searched.tried)
     else:
         plan = as_held(writer.write(first, searched.tried), form, found.best.outcome.step_time_s, other)
+        if not form.shares_batch and first_recipe and shares_examples(plan):
+            check_planned(form, program)
     baseline_plans = WhenAsked(
         {
             name: functools.partial(baseline_writer.write, contender(compared.model, compared.found, c, name, ""))

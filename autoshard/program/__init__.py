@@ -18,6 +18,8 @@ from autoshard.program.jax.decoder import DecoderDims as DecoderDims
 from autoshard.program.jax.decoder import decoder_program as decoder_program
 from autoshard.program.jax.decoder_dims import WeightDim as WeightDim
 from autoshard.program.jax.decoder_dims import decoder_weights as decoder_weights
+from autoshard.program.jax.gradient_groups import Reduced as Reduced
+from autoshard.program.jax.gradient_groups import Reduction as Reduction
 from autoshard.program.jax.host_state import HOSTS as HOSTS
 from autoshard.program.jax.host_state import on_host as on_host
 from autoshard.program.jax.host_state import streamed as streamed

@@ -23,6 +23,8 @@ class ExampleDim:
 
 _CALLS = ("scan", "while", "cond", "pallas_call")
 """Operations whose bodies are not analysed."""
+_SCATTERS = ("scatter", *(f"scatter{mark}{kind}" for mark in "-_" for kind in ("add", "sub", "mul", "min", "max")))
+"""Names of operations that write rows by index."""
 _EVERYWHERE = frozenset({-1})
 """Value of `ExampleDim.numbers` for a value that numbers positions as a whole."""
 
@@ -81,7 +83,7 @@ def _numbers(eqn: Any, places: Sequence[ExampleDim | None], dim: int) -> Example
     into columns of indices. A comparison with 0 is alike for all examples. Gathers and scatters follow their own rules.
     """
     name, plain = eqn.primitive.name, [place for place in places if place is not None]
-    if name in ("gather", "scatter", "scatter-add", "scatter_add"):
+    if name in ("gather", *_SCATTERS):
         place = _RULES[name](eqn, places)
         return place if place is not None and place.dim == dim else None
     if name == "concatenate" and eqn.params["dimension"] == len(eqn.outvars[0].aval.shape) - 1 != dim:
@@ -218,6 +220,20 @@ def _joined(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
     return dataclasses.replace(place, outer=len(places), alike=False)
 
 
+def _stacked(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
+    """Return the position after arrays are stacked along a new dim."""
+    place = common_position(places)
+    return None if place is None else dataclasses.replace(place, dim=place.dim + (eqn.params["axis"] <= place.dim))
+
+
+def _unstacked(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
+    """Return the position in the slices along a dim; None for slices of one example each."""
+    place, axis = places[0], eqn.params["axis"]
+    if place is None or place.dim == axis:
+        return None
+    return dataclasses.replace(place, dim=place.dim - (axis < place.dim))
+
+
 def _padded(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
     """Return the position after padding; None if the dim of the examples is padded, or only the value has examples."""
     place = places[0]
@@ -349,11 +365,13 @@ _RULES = {
     ),
     **dict.fromkeys(("slice", "dynamic_slice", "dynamic_update_slice"), _sliced),
     "concatenate": _joined,
+    "stack": _stacked,
+    "unstack": _unstacked,
     "pad": _padded,
     **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window"), _windowed),
     **dict.fromkeys(("select_and_gather_add", "select_and_scatter_add"), _windowed),
     "dot_general": _multiplied,
     "conv_general_dilated": _convolved,
     "gather": _gathered,
-    **dict.fromkeys(("scatter", "scatter-add", "scatter_add"), _scattered),
+    **dict.fromkeys(_SCATTERS, _scattered),
 }

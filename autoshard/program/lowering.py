@@ -161,15 +161,25 @@ def asks_for_values(error: BaseException) -> bool:
 
 def _user_place(error: BaseException) -> str:
     """Return `file.py:line` of the innermost frame outside of this package and of installed ones; empty if none is."""
-    installed = [sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib")]
-    others = (*(f"{folder}/" for folder in installed), f"{pathlib.Path(__file__).parents[1]}/", "<")
     place, step = "", error.__traceback__
     while step is not None:
         name = step.tb_frame.f_code.co_filename
-        if not name.startswith(others):
+        if is_users_file(name):
             place = f"{pathlib.Path(name).name}:{step.tb_lineno}"
         step = step.tb_next
     return place
+
+
+def is_users_file(name: str) -> bool:
+    """Return True for the file of code outside of this package and of installed ones."""
+    return not name.startswith(_others())
+
+
+@functools.cache
+def _others() -> tuple[str, ...]:
+    """Return the starts of names of files that are not the user's."""
+    installed = [sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib")]
+    return (*(f"{folder}/" for folder in installed), f"{pathlib.Path(__file__).parents[1]}/", "<")
 
 
 def check_backend(error: BaseException) -> None:

@@ -127,6 +127,12 @@ class Program:
     """`Lowerings` of the step by platform; None if it has one only, as a StableHLO file does."""
     eager: Any = dataclasses.field(default=None, repr=False, compare=False)
     """An `EagerTwin` of the traced torch module, to compare with; None for other sources."""
+    reduction: Any = dataclasses.field(default=None, repr=False, compare=False)
+    """Function from the dim of examples of each input by name, -1 for none, to the `Reduced` of the examples in the
+    result.
+
+    It traces the torch module that the user gave; None for other sources.
+    """
 
     def graph(self, plan: Any = None) -> Any:
         """Return the ops of the program and the tensors between them, as a `ProgramGraph`.

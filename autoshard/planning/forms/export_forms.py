@@ -260,7 +260,8 @@ def expressible_specs(
 
     Without `layers`, the first dim of a stack is whole. With `ordered`, a spec in another order of axes becomes
     replicated. With `single`, each dim has its major axis only, and the first dim of all inputs has the axis of
-    `inputs_axis`. Without `state`, optimizer state has the spec of its parameter, or None without one.
+    `inputs_axis`. Without `state`, optimizer state has the spec of its parameter, or None without one. `specs` may lack
+    parameters that cannot be split, those of one element.
     """
     expressed: dict[str, Spec | None] = {}
     for name, spec in specs.items():
@@ -280,7 +281,7 @@ def expressible_specs(
         for name, role in roles.items():
             if role == "optimizer_state":
                 parameter = parameter_of(name, shapes, roles)
-                expressed[name] = None if parameter is None else expressed[parameter]
+                expressed[name] = None if parameter is None else expressed.get(parameter)
     return expressed
 
 
@@ -319,7 +320,7 @@ def gathered_specs(
     for name, role in roles.items():
         if role == "optimizer_state" and not form.state and found.get(name) is not None:
             parameter = parameter_of(name, shapes, roles)
-            found[name] = found[name] if parameter is None else found[parameter]
+            found[name] = found[name] if parameter is None else found.get(parameter)
     return found
 
 

@@ -7,10 +7,13 @@ between them grows with the batch.
 import dataclasses
 import enum
 import math
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from autoshard.program.batch_dims import ExampleDim, example_position, sums_over_examples
+from autoshard.program.batch_dims import ExampleDim, common_position, example_position, sums_over_examples
+from autoshard.program.lowering import is_users_file
 
 
 class Reduction(enum.Enum):
@@ -26,6 +29,8 @@ class Reduction(enum.Enum):
     """A sum divided by a sum that depends on no parameter."""
     COUNT = "count"
     """A constant that grows with the batch."""
+    COMBINED = "combined"
+    """A sum of means, sums and quotients of different kinds, or one of them over a number without parameters."""
     SHARE = "share"
     """A constant that shrinks as the batch grows."""
     EACH = "each"
@@ -48,8 +53,12 @@ _DIVIDED = {
     (Reduction.CONST, Reduction.COUNT): Reduction.SHARE,
 }
 """Kinds of dividend and divisor -> kind of the quotient."""
+_WEIGHTED = {Reduction.MEAN, Reduction.SUM, Reduction.QUOTIENT, Reduction.COMBINED, Reduction.CONST}
+"""Kinds of terms of a sum that depends on single examples alone."""
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 """Names of the parameter in which an equation has the body that it calls."""
+_NO_CALLS = ("while", "reduce", "reduce_window")
+"""Operations whose body combines two elements, or is not called once."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,7 +70,11 @@ class _Value:
     trained: bool = False
     """True if the value depends on parameters."""
     why: str = ""
-    """The operation that causes the kind `OTHER`."""
+    """The operation that causes the kind `OTHER` or `COMBINED`."""
+    line: str = ""
+    """The line of that operation."""
+    order: int = sys.maxsize
+    """The place of that operation among those that mix examples, in the order of the trace; constants come last."""
     place: ExampleDim | None = None
     """The position of examples in a value of kind `EACH`."""
 
@@ -71,11 +84,15 @@ class Reduced:
     """The reduction of the batch in a loss, as steps that compute it in parts need it."""
 
     kind: Reduction = Reduction.MEAN
-    """`MEAN`, `SUM`, `QUOTIENT` or `OTHER`."""
+    """`MEAN`, `SUM`, `QUOTIENT`, `COMBINED` or `OTHER`."""
     why: str = ""
-    """The reason for `OTHER`, in words."""
+    """The reason for `COMBINED` and `OTHER`, in words."""
+    line: str = ""
+    """The line of the user's code where examples meet, for `OTHER`; empty if it is not known."""
     division: int = -1
     """The number of the dividing operation in the loss's trace, for a quotient; -1 otherwise."""
+    norms: bool = False
+    """True if batch norms use statistics of the batch, apart from which the reduction is stated."""
 
     @classmethod
     def unread(cls) -> "Reduced":
@@ -87,33 +104,72 @@ def reduction_of(loss: Callable[..., Any], args: Sequence[Any], batch: int, part
     """Return the reduction of `args[batch]`, cut into `parts` equal parts, in `loss(*args)`, a scalar.
 
     `args[0]` are the parameters. A loss that does not depend on the batch, or that cannot be traced, counts as `MEAN`.
-    A quotient is `OTHER` if its division is inside a called function.
+    A quotient is `COMBINED` if its division is inside a called function.
     """
     import jax
 
-    part = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype), args[batch])
+    dims = jax.tree.map(lambda _: 0, args[batch])
+    part = jax.tree.map(lambda x: _resized(x, 0, x.shape[0] // parts), args[batch])
+    return _reduction(loss, args, (*args[:batch], part, *args[batch + 1 :]), batch, dims, parts)
+
+
+def doubled_reduction(loss: Callable[..., Any], args: Sequence[Any], batch: int, dims: Any) -> Reduced:
+    """Return the reduction of the examples in `loss(*args)`, read from `args` and from a batch of twice the size.
+
+    - `loss`: function with a scalar, or with a value of every example, as its result.
+    - `dims`: the dim of examples of each array in `args[batch]`, in its structure; -1 for an array without examples.
+
+    See `reduction_of` for the rest. A value of every example counts as its mean.
+    """
+    import jax
+
+    whole = jax.tree.map(lambda x, dim: x if dim < 0 else _resized(x, dim, 2 * x.shape[dim]), args[batch], dims)
+    return _reduction(loss, (*args[:batch], whole, *args[batch + 1 :]), args, batch, dims, 2)
+
+
+def _resized(x: Any, dim: int, size: int) -> Any:
+    """Return the shape and dtype of an array with another size of one dim."""
+    import jax
+
+    return jax.ShapeDtypeStruct((*x.shape[:dim], size, *x.shape[dim + 1 :]), x.dtype)
+
+
+def _reduction(
+    loss: Callable[..., Any], args: Sequence[Any], fewer: Sequence[Any], batch: int, dims: Any, parts: int
+) -> Reduced:
+    """Return the reduction of a loss by its traces on `args` and on a part of the examples, `fewer`.
+
+    - `batch`: number of the argument with the examples.
+    - `dims`: dims of examples in it, -1 for none.
+    - `parts`: number of such parts in the whole.
+    """
+    import jax
+
     try:
-        whole_trace = jax.make_jaxpr(loss)(*args)
-        part_trace = jax.make_jaxpr(loss)(*args[:batch], part, *args[batch + 1 :])
+        whole_trace, part_trace = jax.make_jaxpr(loss)(*args), jax.make_jaxpr(loss)(*fewer)
     except Exception:  # the trace of the step raises it again as an error of the user's code
         return Reduced()
     trained = len(jax.tree.leaves(args[0]))
     before = sum(len(jax.tree.leaves(each)) for each in args[:batch])
-    examples = range(before, before + len(jax.tree.leaves(part)))
+    examples = dict(enumerate(jax.tree.leaves(dims), before))
     given = [
-        _Value(Reduction.EACH, place=ExampleDim(0)) if number in examples else _Value(Reduction.CONST, number < trained)
+        _Value(Reduction.EACH, place=ExampleDim(examples[number]))
+        if examples.get(number, -1) >= 0
+        else _Value(Reduction.CONST, number < trained)
         for number in range(len(whole_trace.jaxpr.invars))
     ]
     known: dict[Any, _Value] = {}
-    (value,) = _TwoTraces(parts).read(whole_trace, part_trace, given, known)
-    if value.kind in (Reduction.MEAN, Reduction.CONST):
+    value = _TwoTraces(parts).read(whole_trace, part_trace, given, known)[0]
+    if value.kind in (Reduction.MEAN, Reduction.CONST, Reduction.EACH):
         return Reduced()
     if value.kind is Reduction.SUM:
         return Reduced(Reduction.SUM)
     division = _division(whole_trace.jaxpr, known) if value.kind is Reduction.QUOTIENT else -1
     if division >= 0:
         return Reduced(Reduction.QUOTIENT, division=division)
-    return Reduced(Reduction.OTHER, value.why or (_DIVISOR if value.kind is Reduction.QUOTIENT else "no sum over them"))
+    if value.kind in (Reduction.QUOTIENT, Reduction.COMBINED):
+        return Reduced(Reduction.COMBINED, value.why or _DIVISOR)
+    return Reduced(Reduction.OTHER, value.why or "no sum over them", value.line)
 
 
 def _division(jaxpr: Any, known: dict[Any, _Value]) -> int:
@@ -133,6 +189,8 @@ def _division(jaxpr: Any, known: dict[Any, _Value]) -> int:
         number = maker[before[0]]
 
 
+_PASSES = 4
+"""Most passes over the body of a scan, until the relations of its carry change no more."""
 _CONSTANT = "a constant that depends on the number of examples"
 _DIVISOR = "a divisor that is computed from the batch"
 
@@ -143,6 +201,8 @@ class _TwoTraces:
     def __init__(self, parts: int) -> None:
         """Store the number of parts, the ratio of the whole batch to the part."""
         self.parts = parts
+        self.mixing = 0
+        """Number of operations so far that mix examples."""
 
     def read(self, whole: Any, less: Any, given: Sequence[_Value], known: dict[Any, _Value]) -> list[_Value]:
         """Return the values of the results of two closed jaxprs, and add every value to `known`.
@@ -191,19 +251,65 @@ class _TwoTraces:
     def _results(self, mine: Any, theirs: Any, operands: list[_Value]) -> list[_Value]:
         """Return the values of the results of one equation; those of a call (no loop) by analysing its body."""
         inner = [(mine.params[key], theirs.params[key]) for key in _CALLS if key in mine.params]
-        if len(inner) == 1 and mine.primitive.name not in ("scan", "while"):
+        if mine.primitive.name == "scan":
+            return self._scanned(mine, theirs, operands)
+        if len(inner) == 1 and mine.primitive.name not in _NO_CALLS:
             calls = [_closed(each) for each in inner[0]]
             if len(calls[0].jaxpr.invars) == len(operands) and len(calls[0].jaxpr.outvars) == len(mine.outvars):
-                return self.read(calls[0], calls[1], operands, {})
+                values = self.read(calls[0], calls[1], operands, {})
+                # JAX keeps the trace of a function for later calls, which stand on other lines.
+                line = _line(mine) if mine.primitive.name in ("jit", "pjit") else ""
+                first = any(value.kind is Reduction.OTHER for value in operands)
+                return values if first or not line else [dataclasses.replace(each, line=line) for each in values]
         trained = any(value.trained for value in operands)
         values = []
         for number, (a, b) in enumerate(zip(mine.outvars, theirs.outvars, strict=True)):
             if a.aval.shape == b.aval.shape:
                 kind, why = self._reduced(mine, operands, a.aval)
-                values.append(_Value(kind, trained, why))
+                if kind is Reduction.OTHER:
+                    values.append(self._other(mine, operands, why, trained))
+                else:
+                    values.append(_Value(kind, trained, why))
             else:
                 values.append(self._each(mine, operands, number, b.aval, trained))
         return values
+
+    def _scanned(self, mine: Any, theirs: Any, operands: list[_Value]) -> list[_Value]:
+        """Return the values of the results of a scan: the carry's once a pass changes none of them, and the stacks'."""
+        consts, carried = mine.params["num_consts"], mine.params["num_carry"]
+        bodies = [each.params["jaxpr"] for each in (mine, theirs)]
+        carry = operands[consts : consts + carried]
+        slices = [self._shifted(mine, value, -1) for value in operands[consts + carried :]]
+        for _ in range(_PASSES):
+            after = self.read(*bodies, [*operands[:consts], *carry, *slices], {})
+            joined = [self._joined(mine, first, then) for first, then in zip(carry, after, strict=False)]
+            if joined == carry:
+                return [*carry, *(self._shifted(mine, value, 1) for value in after[carried:])]
+            carry = joined
+        return [self._other(mine, ()) for _ in mine.outvars]
+
+    def _shifted(self, eqn: Any, value: _Value, by: int) -> _Value:
+        """Return the value of a slice of a scan (`by` -1) or of a stack of slices (1).
+
+        A scan along examples mixes them.
+        """
+        if value.place is None:
+            return value
+        place = dataclasses.replace(value.place, dim=value.place.dim + by)
+        return self._other(eqn, ()) if place.dim < 0 else dataclasses.replace(value, place=place)
+
+    def _joined(self, eqn: Any, first: _Value, then: _Value) -> _Value:
+        """Return the value of a carry before every pass of a scan, by that before and after one pass."""
+        trained = first.trained or then.trained
+        kinds = {first.kind, then.kind}
+        if Reduction.OTHER in kinds:
+            return first if first.kind is Reduction.OTHER else then
+        if kinds == {Reduction.EACH}:
+            place = common_position([first.place, then.place])
+            return self._other(eqn, ()) if place is None else _Value(Reduction.EACH, trained, place=place)
+        if len(kinds - {Reduction.CONST}) > 1:
+            return self._other(eqn, ())
+        return dataclasses.replace(then if first.kind is Reduction.CONST else first, trained=trained)
 
     def _each(self, eqn: Any, operands: Sequence[_Value], number: int, smaller: Any, trained: bool) -> _Value:
         """Return the value of a result that grows with the batch.
@@ -228,8 +334,20 @@ class _TwoTraces:
             place = example_position(eqn, [value.place for value in operands], grown[0], number)
         if place is not None:
             return _Value(Reduction.EACH, trained, place=place)
-        known = next((value.why for value in operands if value.kind is Reduction.OTHER), "")
-        return _Value(Reduction.OTHER, trained, known or f"`{eqn.primitive.name}`, which mixes examples")
+        return self._other(eqn, operands, "", trained)
+
+    def _other(self, eqn: Any, operands: Sequence[_Value], why: str = "", trained: bool = True) -> _Value:
+        """Return a value of kind `OTHER`, with the first reason in the trace among its operands, else `why`.
+
+        `why` is empty for an operation that mixes examples.
+        """
+        mixed = [value for value in operands if value.kind is Reduction.OTHER]
+        if mixed:
+            first = min(mixed, key=lambda value: value.order)
+            return dataclasses.replace(first, trained=trained, why=why or first.why)
+        self.mixing += 1
+        why = why or f"`{eqn.primitive.name}`, which mixes examples"
+        return _Value(Reduction.OTHER, trained, why, _line(eqn), self.mixing)
 
     def _reduced(self, eqn: Any, operands: Sequence[_Value], result: Any) -> tuple[Reduction, str]:
         """Return the kind of a result without a dim of examples, and the reason for `OTHER` (else an empty string).
@@ -244,10 +362,12 @@ class _TwoTraces:
         known = next((value.why for value in operands if value.kind is Reduction.OTHER), "")
         exact = jnp.issubdtype(result.dtype, jnp.inexact)
         truncates = not exact and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.inexact) if eqn.invars else False
-        if known:
+        weighed = name == "div" and kinds[0] in _WEIGHTED and not operands[1].trained
+        if known and not (weighed and not operands[0].why and operands[1].why):
             return Reduction.OTHER, _DIVISOR if name == "div" and not operands[0].why else known
         if all(kind is Reduction.CONST for kind in kinds):
             return Reduction.CONST, ""
+        combined = next((value.why for value in operands if value.kind is Reduction.COMBINED), "")
         outcome: Reduction | None = None
         first, second = (*kinds, None, None)[:2]
         if name == "reduce_sum" and first is Reduction.EACH:
@@ -267,12 +387,22 @@ class _TwoTraces:
             if first is second is Reduction.SUM and not operands[1].trained:
                 outcome = Reduction.QUOTIENT
             if outcome is None:
-                return Reduction.OTHER, _DIVISOR
+                return Reduction.COMBINED if weighed else Reduction.OTHER, _DIVISOR
         elif name in ("add", "sub", "add_any"):
             outcome = first if first is second and first is not Reduction.QUOTIENT else None
             if {first, second} == {Reduction.MEAN, Reduction.CONST}:
                 outcome = Reduction.MEAN
-        return (Reduction.OTHER, f"`{name}` of what is reduced over examples") if outcome is None else (outcome, "")
+            elif outcome is None and {first, second} <= _WEIGHTED:
+                outcome = Reduction.COMBINED
+        why = combined or f"`{name}` of what is reduced over examples"
+        outcome = outcome or Reduction.OTHER
+        return outcome, why if outcome in (Reduction.OTHER, Reduction.COMBINED) else ""
+
+
+def _line(eqn: Any) -> str:
+    """Return the innermost line of the user's code that made an equation, as `model.py:12`; empty without one."""
+    frames = eqn.source_info.traceback.frames if eqn.source_info.traceback is not None else ()
+    return next((f"{Path(f.file_name).name}:{f.line_num}" for f in frames if is_users_file(f.file_name)), "")
 
 
 def _closed(jaxpr: Any) -> Any:

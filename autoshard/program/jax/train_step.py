@@ -31,8 +31,8 @@ def training_step(
     - `whole_on`: a `jax.sharding.AbstractMesh` on which every device then has the averages whole.
     - `gradients`: dtype to which gradients are rounded for the optimizer; None to leave them unchanged.
     - `wide`: True to compute loss and gradients in 64 bits.
-    - `reduction`: reduction of gradients and losses over microbatches and groups. `SUM` adds them, `MEAN` and `OTHER`
-      average them. For a `QUOTIENT`, sums of dividends are divided by sums of divisors.
+    - `reduction`: reduction of gradients and losses over microbatches and groups. `SUM` adds them. For a `QUOTIENT`,
+      sums of dividends are divided by sums of divisors. All others average them.
 
     The leading dim of the batch must divide into microbatches and groups.
     """
@@ -40,7 +40,7 @@ def training_step(
     import optax
 
     quotient = reduction.kind is Reduction.QUOTIENT
-    mean = reduction.kind in (Reduction.MEAN, Reduction.OTHER)
+    mean = reduction.kind not in (Reduction.SUM, Reduction.QUOTIENT)
     computed = dividend_and_divisor(loss_fn, reduction.division) if quotient else loss_fn
     gradient = jax.value_and_grad(computed, has_aux=aux or quotient)
     if wide:

@@ -12,7 +12,7 @@ from autoshard.program import example_values
 from autoshard.program import model_flops as flop_counter
 from autoshard.program.argument_names import input_names, leaf_name
 from autoshard.program.jax import optimizers, train_step
-from autoshard.program.jax.gradient_groups import Reduced, reduction_of
+from autoshard.program.jax.gradient_groups import Reduced, doubled_reduction, reduction_of
 from autoshard.program.jax.layer_stack import in_stages
 from autoshard.program.jax.trace import trace
 from autoshard.program.moe.experts import check_experts
@@ -31,6 +31,7 @@ from autoshard.program.torch.step_options import (
 )
 from autoshard.program.torch.torch_function import TorchFunction, jax_dtype
 from autoshard.program.torch_ops import wide_integers
+from autoshard.program.torch_ops.layer_lowerings import without_batch_statistics
 from autoshard.program.torch_ops.module_segments import one_microbatch
 from autoshard.program.torch_ops.torch_imports import require_torch
 
@@ -196,7 +197,7 @@ def from_torch(
             "its configuration to False."
         )
     own = function.values if _is_real(module) else None
-    return torch_program(
+    program = torch_program(
         function,
         loss_of if train else forward,
         batch,
@@ -208,6 +209,20 @@ def from_torch(
         notes=notes,
         eager=EagerCall(eager_call, mode, examples if make_args is None else {}),
     )
+
+    def reduction(dims: Mapping[str, int]) -> Reduced:
+        """Return the reduction of the examples in the user's loss, else in the first output; see `Program`."""
+
+        def traced(*args: Any) -> Any:
+            """Return the loss or the first output; JAX would keep the trace of a function that is defined outside."""
+            return jax.tree.leaves(forward(*args) if loss is None else loss_of(*args))[0]
+
+        args = function.params, batch, *((function.buffers,) if function.buffers else ())
+        with without_batch_statistics() as norms:
+            found = doubled_reduction(traced, args, 1, {key: dims.get(key, -1) for key in batch})
+        return dataclasses.replace(found, norms=bool(norms))
+
+    return dataclasses.replace(program, reduction=reduction)
 
 
 def _caches(module: Any, kwargs: Mapping[str, Any]) -> bool:

@@ -3,8 +3,9 @@
 Like the elementary lowerings they leave dims unmerged and follow torch's dtypes.
 """
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from autoshard.errors import UserError
@@ -286,6 +287,23 @@ def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | Non
     return from_inputs(normalised)(x)
 
 
+_left_out: list[list[str]] = []
+"""The list of each `without_batch_statistics` that is entered."""
+
+
+@contextlib.contextmanager
+def without_batch_statistics() -> Iterator[list[str]]:
+    """Leave the statistics of batch norms out of traces, which then show if other operations mix examples.
+
+    Yields a list with an entry for each such norm.
+    """
+    _left_out.append([])
+    try:
+        yield _left_out[-1]
+    finally:
+        _left_out.pop()
+
+
 def batch_norm(
     x: Any,
     running_mean: Any,
@@ -315,7 +333,11 @@ def batch_norm(
         return vector.astype(exact.dtype).reshape([-1 if i == 1 else 1 for i in range(value.ndim)])
 
     exact = _exact(value)
-    if training or running_mean is None:
+    by_batch = training or running_mean is None
+    if by_batch and _left_out:
+        _left_out[-1].append("batch_norm")
+        mean, var = jnp.zeros_like(exact, shape=value.shape[1]), jnp.ones_like(exact, shape=value.shape[1])
+    elif by_batch:
         mean = exact.mean(dims)
         var = jnp.square(exact - wide(mean)).mean(dims)
         if training and running_mean is not None:

@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import autoshard
 from autoshard import InfeasibleError, UserError
 from autoshard.base.units import format_seconds
+from autoshard.exports import export_plan
 from autoshard.planning import FORMS, Plan, Rest, Spec, expressible_specs, form_named, price_form, splits_nothing
 from autoshard.planning.forms import spec_search
 from autoshard.planning.forms.export_forms import gathered_specs, parameter_of
@@ -28,7 +29,7 @@ from autoshard.planning.solve.weight_search import Candidate, evaluated_candidat
 from autoshard.planning.space.baselines import baselines
 from autoshard.planning.space.plan_options import Limits
 from autoshard.planning.space.user_constraints import Required
-from autoshard.program import Program, trace
+from autoshard.program import Program, from_torch, trace
 from tests.graph.programs import f32
 from tests.planning import programs
 
@@ -319,6 +320,14 @@ def test_where_nothing_for_a_form_fits_it_says_the_least():
     groups = analyse_program(model.program, "tpu").groups
     with pytest.raises(InfeasibleError, match=r"that the dtensor form can hold fits into 1 B .* the least found is"):
         plan_within(form, model, groups, searched, Required({}, {}), Limits(1, 10.0, 0), lambda line: None)
+
+
+@pytest.mark.parametrize("form", ["dtensor", "fsdp2"])
+def test_parameters_of_one_element_are_whole_in_a_form(form: str):
+    module = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+    program = from_torch(module, torch.ones(8, 16), train=True)
+    plan = autoshard.plan(program, topology="cpu:2", mesh={"data": 2}, form=form)
+    assert not plan.arguments["2.bias"].axes and "'2\\\\.bias$'" in export_plan(plan, form, program)
 
 
 def test_state_belongs_to_the_parameter_it_is_called_after():

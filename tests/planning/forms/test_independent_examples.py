@@ -1,0 +1,170 @@
+"""Forms that gather parameters run each process's own examples, so steps whose examples meet are refused there."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import autoshard
+from autoshard import UserError
+from autoshard.errors import FormError
+from autoshard.exports import export_plan
+from autoshard.planning import form_named
+from autoshard.planning.forms.independent_examples import check_planned, examples_reduction
+from autoshard.program import Reduction, from_torch
+
+
+class Contrast(nn.Module):
+    """A projection whose rows are compared with all rows of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(16, 32)
+
+    def forward(self, x):
+        hidden = F.normalize(self.up(x), dim=-1)
+        scores = hidden @ hidden.T
+        return F.cross_entropy(scores, torch.arange(len(scores)))
+
+
+class Capacity(nn.Module):
+    """Layers that give each of the first rows of the batch to one expert, until that is full."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x) * ((x[:, :1] > 0).float().cumsum(0) < 4)
+        return x
+
+
+class Graph(nn.Module):
+    """Messages between nodes along edges."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+
+    def forward(self, x, edges):
+        return torch.zeros_like(x).index_add(0, edges, self.up(x[edges]))
+
+
+class Scanned(nn.Module):
+    """Layers of attention; their results may be centred over the batch."""
+
+    def __init__(self, centred):
+        super().__init__()
+        self.layers, self.centred = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(2)), centred
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x - x.mean(0, keepdim=True) if self.centred else x
+
+
+class Masked(nn.Module):
+    """A mean over the rows that a mask selects."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(16, 4)
+
+    def forward(self, x):
+        mask = x[:, 0] > 0
+        return (self.up(x).mean(1) * mask).sum() / mask.sum().clamp(min=1)
+
+
+def squares(output):
+    return output.square().mean()
+
+
+X, SEQUENCES = torch.ones(8, 16), torch.ones(6, 8, 16)
+MEETING = {
+    "contrast": (Contrast, X, None, r"`dot_general`, which mixes examples, at test_independent_examples\.py:28;"),
+    "capacity": (Capacity, X, squares, r"`cumsum`, which mixes examples, at test_independent_examples\.py:41;"),
+    "graph": (Graph, (X, torch.zeros(24, dtype=torch.int32)), squares, r"`gather`, which mixes examples, at .*py:53;"),
+    "centred": (lambda: Scanned(True), SEQUENCES, squares, r"`sub`, which mixes examples, at .*py:66;"),
+    "deviation": (lambda: nn.Linear(16, 4), X, lambda out: out.var(0).mean(), "`sub` of what is reduced over examples, at"),
+}
+
+
+@pytest.mark.parametrize("name", MEETING)
+def test_a_step_whose_examples_meet_is_not_planned_for_fsdp(name):
+    make, inputs, loss, said = MEETING[name]
+    program = from_torch(make(), inputs, train=True, loss=loss)
+    with pytest.raises(UserError, match=f"fsdp2 form .*{said}.* plan with --for dtensor"):
+        check_planned(form_named("fsdp2"), program)
+    check_planned(form_named("dtensor"), program)
+
+
+INDEPENDENT = {
+    "layers": (lambda: Scanned(False), SEQUENCES, squares, Reduction.MEAN),
+    "convolution": (
+        lambda: nn.Sequential(nn.Conv1d(8, 8, 3), nn.BatchNorm1d(8), nn.MaxPool1d(2), nn.Flatten(), nn.Linear(16, 4)),
+        torch.ones(4, 8, 6),
+        None,
+        Reduction.MEAN,
+    ),
+    "recurrence": (lambda: nn.LSTM(16, 8, 2, batch_first=True), torch.ones(4, 6, 16), None, Reduction.MEAN),
+    "sum": (lambda: nn.Linear(16, 4), X, lambda out: out.square().sum(), Reduction.SUM),
+    "entropy": (
+        lambda: nn.Linear(16, 4),
+        X,
+        lambda out: F.cross_entropy(out, torch.zeros(len(out), dtype=torch.long)) + 0.1 * out.square().mean(),
+        Reduction.COMBINED,
+    ),
+    "masked": (
+        Masked,
+        X,
+        lambda out: out,
+        Reduction.COMBINED,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INDEPENDENT)
+def test_steps_of_independent_examples_are_planned(name):
+    make, inputs, loss, kind = INDEPENDENT[name]
+    program = from_torch(make(), inputs, train=True, loss=loss)
+    check_planned(form_named("fsdp2"), program)
+    reduction = examples_reduction(program)
+    assert reduction is not None and reduction.kind is kind, reduction
+    assert reduction.norms == (name == "convolution")
+
+
+FILE = """
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 16))
+inputs = torch.ones(64, 16)
+
+
+def loss(output):
+    return {loss}
+"""
+
+
+def test_exports_that_gather_refuse_or_state_what_the_batch_does(tmp_path: Path):
+    file = tmp_path / "net.py"
+    for text, said in (
+        ("(output @ output.T).square().mean()", "`dot_general`, which mixes examples, at net.py:10"),
+        ("output.square().sum()", "multiply the loss by their number"),
+    ):
+        file.write_text(FILE.format(loss=text))
+        options = {"train": True, "optimizer": "sgd"}
+        plan = autoshard.plan(str(file), topology="cpu:2", mesh={"data": 2}, program_options=options,
+                              pins={"batch.*": "data,None"})  # fmt: skip
+        if "dot" in said:
+            with pytest.raises(FormError, match=f"{said}; choose --to dtensor"):
+                export_plan(plan, "fsdp2")
+        text = export_plan(plan, "fsdp2", force=True)
+        head = " ".join(text[: text.index("import")].replace("#", " ").split())
+        assert said in head and "convert_sync_batchnorm" in head
+    with pytest.raises(UserError, match="mixes examples"):
+        file.write_text(FILE.format(loss="(output @ output.T).square().mean()"))
+        autoshard.plan(str(file), topology="cpu:2", program_options=options, form="fsdp2")
