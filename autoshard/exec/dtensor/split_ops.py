@@ -105,24 +105,27 @@ class SplitOps(TorchFunctionMode):
     def _by_batch(self, func: Callable[..., Any], given: Any, keywords: Any) -> tuple[Any, Any]:
         """Return the arguments split in their first dim only, and the key of their trial.
 
-        Both are None if no argument is split so, if all are split only so already, or if the function writes to its
+        An argument with another first dim than the first argument, such as a weight, is whole. Both are None if no argument is split so, if all are split only so already, or if the function writes to its
         first argument.
         """
         if _changes(func):
             return None, None
         changed = False
+        tensors = [leaf for leaf in _pytree.tree_leaves((given, keywords)) if _is(leaf)]
+        if not any(Shard(0) in tensor.placements for tensor in tensors):
+            return None, None
+        rows = next(tensor.shape[0] for tensor in tensors if tensor.ndim)
 
         def kept(tensor: Any) -> Any:
-            """Return the tensor with `Replicate` in place of all but splits of its first dim."""
+            """Return the tensor with `Replicate` in place of all but splits of a first dim of `rows` elements."""
             nonlocal changed
-            places = [place if place == Shard(0) else Replicate() for place in tensor.placements]
+            batch = tensor.ndim > 0 and tensor.shape[0] == rows
+            places = [place if batch and place == Shard(0) else Replicate() for place in tensor.placements]
             if places == list(tensor.placements):
                 return tensor
             changed = True
             return tensor.redistribute(placements=places)
 
-        if not any(Shard(0) in leaf.placements for leaf in _pytree.tree_leaves((given, keywords)) if _is(leaf)):
-            return None, None
         resplit = _pytree.tree_map_only(DTensor, kept, (given, keywords))
         return (resplit, _key(func, resplit)) if changed else (None, None)
 

@@ -12,9 +12,9 @@ from autoshard.exports.torch_forms.parallel_styles import (
     split_by,
     split_together,
 )
+from autoshard.exports.torch_forms.split_calls import SPLIT_CALLS, SPLIT_IMPORTS, SPLIT_SENTENCE, split_source
 from autoshard.exports.torch_forms.torch_code import plan_inputs, plan_parameters
 from autoshard.exports.torch_forms.torch_recipe import mixed_code, recipe_lacks, recompute_code
-from autoshard.exports.torch_forms.whole_calls import WHOLE_CALLS, WHOLE_IMPORTS, WHOLE_SENTENCE
 from autoshard.planning import Plan, Rest, Spec, module_pattern
 
 
@@ -170,24 +170,25 @@ def fsdp2_text(plan: Plan, sentence: str) -> str:
             if elsewhere
             else []
         ),
-        *([WHOLE_SENTENCE] if tensor else []),
+        *([SPLIT_SENTENCE] if tensor else []),
         *recipe_lacks(plan, recomputed=True, mixed=True),
         "optimizer state; state made like its parameter is split like it.",
         "the device order; ranks are laid out row-major over the mesh.",
     )
     recompute, mixed = recompute_code(plan), mixed_code(plan)
-    imports = WHOLE_IMPORTS if tensor else "import torch\n" if mixed else ""
-    return head(plan, lacks, sentence) + _FSDP2.format(
+    imports = SPLIT_IMPORTS if tensor else "import torch\n" if mixed else ""
+    code = _FSDP2.format(
         functools="import functools\n" if recompute else "",
         recompute=recompute,
         recomputes="    recompute(model)\n" if recompute else "",
         mixed=mixed,
         mixed_import="MixedPrecisionPolicy, " if mixed else "",
         imports=imports,
-        calls=WHOLE_CALLS if tensor else "\n",
-        whole="    WholeCalls(model)\n" if tensor else "",
+        calls=SPLIT_CALLS if tensor else "\n",
+        whole="    split_calls(model, mesh[\"tensor\"])\n" if tensor else "",
         mesh=mesh,
         group='"data", "shard"' if "shard" in mesh else '"data"',
         parameters=table("PARAMETERS", rows),
         inputs=table("INPUTS", {name: repr(dim) for name, dim in batch.items()}),
     )
+    return head(plan, lacks, sentence) + code + (split_source() if tensor else "")

@@ -2,8 +2,8 @@
 
 from autoshard.exports.export_text import head, order_text, table, unpinned
 from autoshard.exports.form_writers import writes
+from autoshard.exports.torch_forms.split_calls import SPLIT_CALLS, SPLIT_IMPORTS, SPLIT_SENTENCE, split_source
 from autoshard.exports.torch_forms.torch_recipe import recipe_lacks
-from autoshard.exports.torch_forms.whole_calls import WHOLE_CALLS, WHOLE_IMPORTS, WHOLE_SENTENCE
 from autoshard.planning import Plan, Rest, Spec, dims_by_axis, is_stacked, layer_spec, module_pattern, spec_text
 
 
@@ -91,7 +91,7 @@ _DTENSOR = '''
 import re
 
 {imports}from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import Parameter
 
 {mesh}
@@ -119,7 +119,7 @@ def distribute(model, mesh):
             whole = distribute_tensor(buffer, mesh, [Replicate()] * mesh.ndim)
             module.register_buffer(key, whole, key not in module._non_persistent_buffers_set)
     place_gradients(model)
-    WholeCalls(model)
+    split_calls(model, mesh)
 
 
 def distribute_inputs(mesh, **inputs):
@@ -159,15 +159,16 @@ def dtensor_text(plan: Plan, sentence: str) -> str:
         *unpinned(plan, "DTensor splits each op as its operands are", Rest.DTENSOR),
         *lost,
         *unlike,
-        WHOLE_SENTENCE,
+        SPLIT_SENTENCE,
         *recipe_lacks(plan, recomputed=False, mixed=False),
         "optimizer state; state made like its parameter is split like it.",
         *(["the device order; ranks are laid out row-major over the mesh."] if order else []),
     )
-    return head(plan, lacks, sentence) + _DTENSOR.format(
-        imports=WHOLE_IMPORTS,
+    code = _DTENSOR.format(
+        imports=SPLIT_IMPORTS,
         mesh=f"MESH = {plan.mesh!r}",
         parameters=table("PARAMETERS", rows),
         inputs=table("INPUTS", inputs),
-        calls=WHOLE_CALLS,
+        calls=SPLIT_CALLS,
     )
+    return head(plan, lacks, sentence) + code + split_source()
