@@ -113,7 +113,9 @@ def make_export(plan: Plan, form: str, program: Program | None = None, *, force:
                 "or write it all the same with --force if the loss is computed in chunks or compiled."
             )
     elif known.gathers:
-        sentence += " The figures are of a step compiled by XLA; `autoshard degrees` has those of eager torch."
+        sentence += " The figures are of a step compiled by XLA"
+        configured = plan.source is not None and plan.source.is_configuration
+        sentence += "; `autoshard degrees` has those of eager torch." if configured else ", not by eager torch."
     sentence += f" {examples}" if examples else ""
     if plan.flags:
         sentence += f' The step is to run with LIBTPU_INIT_ARGS="{" ".join(plan.flags)}".'

@@ -83,6 +83,32 @@ class Regroup(nn.Module):
         return self.b(torch.tanh(self.a(x)).view(-1, 12))
 
 
+class Convolved(nn.Module):
+    """A batch norm between convolutions, of split channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.n, self.b = nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3, padding=1)
+
+    def forward(self, x: Any) -> Any:
+        return self.b(F.silu(self.n(self.a(x))))
+
+
+class Graph(nn.Module):
+    """Messages along edges that the input names, with results of length 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.up, self.head = nn.Linear(16, 16), nn.Linear(32, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Any) -> Any:
+        source, target = ((x[:, column].abs() * 100).long() % 8 for column in (0, 1))
+        x = self.first(x)
+        messages = torch.tanh(self.up(torch.cat([x[source], x[target]], -1)))
+        nodes = torch.zeros_like(x).index_add(0, target, messages)
+        return F.normalize(self.head(x + nodes), dim=-1)
+
+
 def squares(output: Any, targets: Any) -> Any:
     return ((output - targets) ** 2).mean()
 
@@ -112,9 +138,13 @@ CASES: dict[str, tuple[Any, Any, Any, Any, dict[str, int], dict[str, str]]] = {
         BOTH,
         {"w": "model,None,None", "v": "model,None,None"},
     ),
+    "convolved": (Convolved, numbers(4, 4, 4, 4), numbers(4, 4, 4, 4), squares, BOTH, {"a.weight": f"{OUT},None,None"}),
+    "graph": (Graph, numbers(8, 16), numbers(8, 4), squares, BOTH, {"up.weight": OUT, "head.weight": OUT}),
     "regroup": (Regroup, numbers(12, 8), numbers(16, 4), squares, MODEL, {"a.weight": OUT}),
 }
 """Module, input, targets, loss, mesh and pins by name; the batch is over `data` if the mesh has it."""
+MEETING = {"convolved", "graph"}
+"""Cases whose examples meet, in a batch norm or in messages: parts of the batch alone have other results."""
 
 
 def whole(value: Any) -> Any:

@@ -230,10 +230,7 @@ def batch_and_tensor_axes(plan: Plan) -> tuple[list[str], list[str]]:
     The first axes are the plan's `batch_axes`, and those of the first dim of any batch argument. Inputs of other roles
     count if there is no batch argument. An axis that splits sequences alone is in neither list.
     """
-    inputs = plan_inputs(plan)
-    # Buffers of a module on the meta device are inputs too.
-    batch = {name: spec for name, spec in inputs.items() if plan.roles.get(f"batch.{name}") == "batch"} or inputs
-    first = set(plan.batch_axes) | {axis for spec in batch.values() for axis in (spec.dims or ((),))[0]}
+    first = set(plan.batch_axes) | {axis for spec in plan_inputs(plan).values() for axis in (spec.dims or ((),))[0]}
     specs, _ = plan_parameters(plan)
     used = {axis for spec in specs.values() for axis in spec.axes}
     data = [axis for axis in plan.mesh if axis in first]

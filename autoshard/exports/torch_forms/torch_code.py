@@ -21,11 +21,12 @@ def plan_parameters(plan: Plan) -> tuple[dict[str, Spec], tuple[str, ...]]:
 
 
 def plan_inputs(plan: Plan) -> dict[str, Spec]:
-    """Return the specs of a step's inputs (roles `batch` and `other`), by name without the prefix `batch.`."""
-    input_roles = ("batch", "other")
-    return {
-        name.removeprefix("batch."): spec for name, spec in plan.arguments.items() if plan.roles[name] in input_roles
-    }
+    """Return the specs of a step's inputs, by name without the prefix `batch.`.
+
+    They are those of role `batch`, else those of role `other`, which a module's buffers have as well.
+    """
+    role = "batch" if "batch" in plan.roles.values() else "other"
+    return {name.removeprefix("batch."): spec for name, spec in plan.arguments.items() if plan.roles[name] == role}
 
 
 _TORCH_XLA = '''
