@@ -9,7 +9,7 @@ from typing import Any
 
 from autoshard.base.units import dtype_bits, format_seconds
 from autoshard.errors import UserError
-from autoshard.planning import Plan, Prediction
+from autoshard.planning import Plan, Prediction, chosen_options
 from autoshard.program import parse_remat
 
 
@@ -101,9 +101,7 @@ _KERNELS = {"splash": "splash attention", "cudnn_attention": "cuDNN attention", 
 
 def quantized(plan: Plan) -> str:
     """Return the dtype of 8 bits in which a plan's matmuls multiply; "" if they are not quantized."""
-    options = {} if plan.source is None else dict(plan.source.options)
-    options |= {} if plan.recipe is None else plan.recipe.chosen
-    found = str(options.get("quantize") or "none")
+    found = str(chosen_options(plan).get("quantize") or "none")
     return "" if found == "none" else found
 
 

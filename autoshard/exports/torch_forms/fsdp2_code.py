@@ -185,7 +185,7 @@ def fsdp2_text(plan: Plan, sentence: str) -> str:
         mixed_import="MixedPrecisionPolicy, " if mixed else "",
         imports=imports,
         calls=SPLIT_CALLS if tensor else "\n",
-        whole="    split_calls(model, mesh[\"tensor\"])\n" if tensor else "",
+        whole='    split_calls(model, mesh["tensor"])\n' if tensor else "",
         mesh=mesh,
         group='"data", "shard"' if "shard" in mesh else '"data"',
         parameters=table("PARAMETERS", rows),

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from autoshard.base.units import format_bytes, format_count, format_seconds
 from autoshard.planning import (
+    FORMS,
     USUAL,
     Collective,
     CompiledStep,
@@ -20,6 +21,7 @@ from autoshard.planning import (
     Recipe,
     Spec,
     axis_words,
+    eager_peak,
     mesh_words,
     not_held_words,
     shortened,
@@ -115,6 +117,9 @@ def _verdict(plan: Plan) -> RenderableType:
     verdict.append(of, style="not bold default")
     if plan.memory_limit_bytes:
         verdict.append(f" ({used / plan.memory_limit_bytes:.0%})", style="not bold default")
+    form = FORMS.get(plan.origin.form or "")
+    if form is not None and form.gathers and (eager := eager_peak(plan, prediction)):
+        verdict.append(f", {format_bytes(eager)} in eager torch", style="not bold default")
     if compiled is None and plan.memory_within is not None:
         verdict.append(f", within a factor {plan.memory_within:.1f}", style="not bold default")
     if compiled is not None and (factor := _missed(prediction.peak_bytes, used)):
