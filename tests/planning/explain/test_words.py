@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 import autoshard
-from autoshard.planning.explain.write_plan import describe
+from autoshard.planning.explain.write_plan import _ranked, describe
 from autoshard.planning.space.decision_model import Model
 from autoshard.program import Role
 from tests.planning import programs as made
@@ -150,6 +150,15 @@ def test_inputs_that_other_axes_split_are_told_by_dim() -> None:
             choices[model.cluster_node[cluster]] = np.flatnonzero(match)[0]
             names.append(argument.name)
     assert f"{' and '.join(names)} split by sequence over model" in describe(model, groups, choices)
+
+
+def test_channels_of_several_layers_are_one_name() -> None:
+    assert _ranked(["channels of a.0", "dim of w", "batch", "channels of a.3"]) == [
+        "batch",
+        "channels of 2 layers such as a.0",
+        "dim of w",
+    ]
+    assert _ranked(["channels of a.0", "batch"]) == ["channels of a.0", "batch"]
 
 
 def test_channels_of_convolutions_have_the_names_of_layers() -> None:
