@@ -241,6 +241,10 @@ def test_a_frozen_weight_is_cast_to_the_compute_dtype() -> None:
     assert kinds == {"bf16"}
 
 
+def test_commas_may_separate_targets() -> None:
+    assert parse_lora("16,targets=q_proj,v_proj,alpha=8") == parse_lora("r=16,alpha=8,targets=q_proj/v_proj")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -37,7 +37,7 @@ def parse_lora(text: str) -> Lora:
     """Return the options in a text such as `16` or `r=16,alpha=32,targets=q_proj/v_proj,base=nf4`.
 
     The rank may stand alone. `alpha` is twice the rank by default, and `targets` are all linear layers but output
-    heads.
+    heads. Commas may separate targets too.
 
     Raises `UserError` for unknown keys and wrong values.
     """
@@ -46,6 +46,9 @@ def parse_lora(text: str) -> Lora:
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals and place == 0:
             key, value = "r", key
+        elif not equals and key and "targets" in given and list(given)[-1] == "targets":
+            given["targets"] += f"/{key}"
+            continue
         elif not equals:
             raise UserError(
                 f"--lora `{text}`: `{key}` has no value; write KEY=VALUE, as in r=16,targets=q_proj/v_proj."
