@@ -33,6 +33,7 @@ def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float | s
                 text = export_plan(plan, form, program, force=True)
             except FormError:
                 continue
+            assert "from autoshard" not in text
             (folder / f"{name}_{form}.py").write_text(text)
             runs.append(f"{name}_{form}")
     root = Path(__file__).parents[2]

@@ -105,8 +105,8 @@ class SplitOps(TorchFunctionMode):
     def _by_batch(self, func: Callable[..., Any], given: Any, keywords: Any) -> tuple[Any, Any]:
         """Return the arguments split in their first dim only, and the key of their trial.
 
-        An argument with another first dim than the first argument, such as a weight, is whole. Both are None if no argument is split so, if all are split only so already, or if the function writes to its
-        first argument.
+        An argument with another first dim than the first argument, such as a weight, is whole. Both are None if no
+        argument is split so, if all are split only so already, or if the function writes to its first argument.
         """
         if _changes(func):
             return None, None

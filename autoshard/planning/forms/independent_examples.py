@@ -69,10 +69,14 @@ def examples_sentence(plan: Plan, form: Form, program: Program | None, force: bo
             "The loss is a sum over examples, and gradients are averaged over the processes that share the batch: "
             "multiply the loss by their number."
         )
-    elif reduction.kind in (Reduction.QUOTIENT, Reduction.COMBINED):
+    elif reduction.kind is Reduction.QUOTIENT:
         sentences.append(
-            "The loss is no plain mean over examples, as it divides by a count, or adds a sum: each process has the "
-            "loss of its own part of the batch, and gradients are averaged."
+            "The loss divides by a count, such as that of targets that are not ignored. Each process divides by the "
+            "count of its own rows, which is the planned step if all counts are equal."
+        )
+    elif reduction.kind is Reduction.COMBINED:
+        sentences.append(
+            f"The loss has {reduction.why}: each process computes it of its own rows, and gradients are averaged."
         )
     if reduction.norms:
         sentences.append(_NORMS)
@@ -85,6 +89,6 @@ def _meeting(form: Form, reduction: Reduced | None) -> str:
         return ""
     place = f", at {reduction.line}" if reduction.line else ""
     return (
-        f"the {form.name} form runs the step on each process's own rows of the batch and averages gradients, which gives "
-        f"other values for this step: it has {reduction.why}{place}"
+        f"the {form.name} form runs the step on each process's own rows of the batch and averages gradients, which "
+        f"gives other values for this step: it has {reduction.why}{place}"
     )

@@ -277,11 +277,11 @@ class _TwoTraces:
     def _scanned(self, mine: Any, theirs: Any, operands: list[_Value]) -> list[_Value]:
         """Return the values of the results of a scan: the carry's once a pass changes none of them, and the stacks'."""
         consts, carried = mine.params["num_consts"], mine.params["num_carry"]
-        bodies = [each.params["jaxpr"] for each in (mine, theirs)]
+        whole, less = (each.params["jaxpr"] for each in (mine, theirs))
         carry = operands[consts : consts + carried]
         slices = [self._shifted(mine, value, -1) for value in operands[consts + carried :]]
         for _ in range(_PASSES):
-            after = self.read(*bodies, [*operands[:consts], *carry, *slices], {})
+            after = self.read(whole, less, [*operands[:consts], *carry, *slices], {})
             joined = [self._joined(mine, first, then) for first, then in zip(carry, after, strict=False)]
             if joined == carry:
                 return [*carry, *(self._shifted(mine, value, 1) for value in after[carried:])]
