@@ -170,11 +170,11 @@ def make_plan(
     """
     running = running or Running()
     form = None if options.form is None else _limiting(options.form, options.candidates, program)
-    first_recipe = before is None or before.rival is None
-    if form is not None and form.shares_batch and first_recipe:
-        check_planned(form, program)
     phases = Phases(running.progress)
     parsed = Topology.parse(options.topology)
+    first_recipe = before is None or before.rival is None
+    if form is not None and form.shares_batch and first_recipe and parsed.num_devices > 1:
+        check_planned(form, program)
     limits = _limits(options, parsed)
     if options.candidates < 1:
         raise UserError(f"{options.candidates} candidates are asked for; the plan itself is one.")

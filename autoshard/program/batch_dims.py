@@ -21,7 +21,7 @@ class ExampleDim:
     """Columns of the last dim that number the positions along `dim`; -1 stands for the whole value."""
 
 
-_CALLS = ("scan", "while", "cond", "pallas_call")
+_CALLS = ("while", "cond", "pallas_call")
 """Operations whose bodies are not analysed."""
 _SCATTERS = ("scatter", *(f"scatter{mark}{kind}" for mark in "-_" for kind in ("add", "sub", "mul", "min", "max")))
 """Names of operations that write rows by index."""

@@ -152,7 +152,7 @@ def whole(value: Any) -> Any:
 
 
 def step(model: Any, inputs: Any, targets: Any, loss: Any, parts: int = 1) -> dict[str, Any]:
-    """Run loss, backward, clipping and an update; return their values, and all parameters, as whole tensors.
+    """Run loss, backward, clipping and an update; return their values, parameters and buffers as whole tensors.
 
     `parts` is the number of parts of the batch that processes hold apart.
     """
@@ -164,7 +164,8 @@ def step(model: Any, inputs: Any, targets: Any, loss: Any, parts: int = 1) -> di
         said /= dist.get_world_size()
     norm = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)).clone()
     torch.optim.SGD(model.parameters(), lr=100.0).step()
-    return {"loss": said, "norm": norm} | {name: whole(p.detach()) for name, p in model.named_parameters()}
+    state = dict(model.named_parameters()) | dict(model.named_buffers())
+    return {"loss": said, "norm": norm} | {name: whole(each.detach()) for name, each in state.items()}
 
 
 def run(folder: str, name: str, form: str) -> float:
