@@ -8,8 +8,8 @@ from autoshard.program import Program, Reduced, Reduction, Role
 
 
 _NORMS = (
-    "Batch norms have the statistics of each process's part of the batch; "
-    "`torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)` gives them those of the whole batch, as planned."
+    "Batch norms have the statistics of each process's part of the batch, as always in FSDP; those of the planned step "
+    "are of the whole batch, as `torch.nn.SyncBatchNorm` computes them on GPUs."
 )
 
 

@@ -182,7 +182,7 @@ def test_exports_that_gather_refuse_or_state_what_the_batch_does(tmp_path: Path)
                 export_plan(plan, "fsdp2")
         text = export_plan(plan, "fsdp2", force=True)
         head = " ".join(text[: text.index("import")].replace("#", " ").split())
-        assert said in head and "convert_sync_batchnorm" in head
+        assert said in head and "SyncBatchNorm" in head
     with pytest.raises(UserError, match="mixes examples"):
         file.write_text(FILE.format(loss="(output @ output.T).square().mean()"))
         autoshard.plan(str(file), topology="cpu:2", program_options=options, form="fsdp2")
