@@ -288,7 +288,7 @@ def planned_part(program: Program) -> Program:
     calling it raises `RuntimeError`.
     """
     return dataclasses.replace(
-        program, fn=_stays_here, args=(), make_args=None, source=None, lowerings=None, eager=None
+        program, fn=_stays_here, args=(), make_args=None, source=None, lowerings=None, eager=None, reduction=None
     )
 
 

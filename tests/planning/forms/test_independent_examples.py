@@ -1,5 +1,6 @@
 """Forms that gather parameters run each process's own examples, so steps whose examples meet are refused there."""
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from autoshard.errors import FormError
 from autoshard.exports import export_plan
 from autoshard.planning import form_named
 from autoshard.planning.forms.independent_examples import check_planned, examples_reduction
+from autoshard.planning.price.analysed_program import planned_part
 from autoshard.program import Reduction, from_torch
 
 
@@ -152,6 +154,7 @@ def test_steps_of_independent_examples_are_planned(name):
     reduction = examples_reduction(program)
     assert reduction is not None and reduction.kind is kind, reduction
     assert reduction.norms == (name == "convolution")
+    assert pickle.loads(pickle.dumps(planned_part(program))).module == program.module, "helpers receive it"
 
 
 FILE = """
