@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import math
 import pathlib
 from collections.abc import Mapping
 
@@ -243,10 +242,11 @@ def waiting(run: GpuRun, place: int) -> int:
 def gpu_topology(chip: str, devices: int) -> Topology:
     """Return a topology of a chip with that many devices: one island if they fit, else equal islands.
 
-    The size of the islands is the greatest common divisor of `devices` and a full island.
+    The islands are the largest of the chip's that divide `devices`: 512 of gb200 are 8 racks with 64 of 72 GPUs each.
     """
     from autoshard.cost import load_chip
 
-    most = load_chip(chip).max_chips
-    size = math.gcd(devices, most) if devices > most else devices
+    found = load_chip(chip)
+    whole = [size for (size,) in found.small_shapes if devices % size == 0]
+    size = max(whole) if devices > found.max_chips else devices
     return Topology.parse(f"{chip}:{size}" + (f"*{devices // size}" if devices > size else ""))

@@ -123,6 +123,7 @@ def test_unknown_framework():
 def test_islands_of_a_count():
     assert [gpu_topology("h100", n).name for n in (4, 8, 64, 12)] == ["h100:4", "h100:8", "h100:8*8", "h100:4*3"]
     assert gpu_topology("gb200", 288) == Topology.parse("gb200:72*4")
+    assert gpu_topology("gb200", 512).name == "gb200:64*8"
 
 
 def test_every_figure_has_its_source():
