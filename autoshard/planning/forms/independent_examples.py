@@ -78,6 +78,8 @@ def examples_sentence(plan: Plan, form: Form, program: Program | None, force: bo
         sentences.append(
             f"The loss has {reduction.why}: each process computes it of its own rows, and gradients are averaged."
         )
+    elif reduction.why:
+        sentences.append(f"The step was not checked for examples that meet, as {reduction.why}.")
     if reduction.norms:
         sentences.append(_NORMS)
     return " ".join(sentences)

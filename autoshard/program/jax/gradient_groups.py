@@ -86,7 +86,7 @@ class Reduced:
     kind: Reduction = Reduction.MEAN
     """`MEAN`, `SUM`, `QUOTIENT`, `COMBINED` or `OTHER`."""
     why: str = ""
-    """The reason for `COMBINED` and `OTHER`, in words."""
+    """The reason for `COMBINED` and `OTHER`, in words, and for a `MEAN` that is not checked."""
     line: str = ""
     """The line of the user's code where examples meet, for `OTHER`; empty if it is not known."""
     division: int = -1
@@ -119,12 +119,14 @@ def doubled_reduction(loss: Callable[..., Any], args: Sequence[Any], batch: int,
     - `loss`: function with a scalar, or with a value of every example, as its result.
     - `dims`: the dim of examples of each array in `args[batch]`, in its structure; -1 for an array without examples.
 
-    See `reduction_of` for the rest. A value of every example counts as its mean.
+    See `reduction_of` for the rest. A value of every example counts as its mean. A loss that cannot be traced for both
+    sizes counts as one too, and `why` says so.
     """
     import jax
 
     whole = jax.tree.map(lambda x, dim: x if dim < 0 else _resized(x, dim, 2 * x.shape[dim]), args[batch], dims)
-    return _reduction(loss, (*args[:batch], whole, *args[batch + 1 :]), args, batch, dims, 2)
+    unread = "its loss cannot be read for two sizes of the batch"
+    return _reduction(loss, (*args[:batch], whole, *args[batch + 1 :]), args, batch, dims, 2, unread)
 
 
 def _resized(x: Any, dim: int, size: int) -> Any:
@@ -135,20 +137,27 @@ def _resized(x: Any, dim: int, size: int) -> Any:
 
 
 def _reduction(
-    loss: Callable[..., Any], args: Sequence[Any], fewer: Sequence[Any], batch: int, dims: Any, parts: int
+    loss: Callable[..., Any],
+    args: Sequence[Any],
+    fewer: Sequence[Any],
+    batch: int,
+    dims: Any,
+    parts: int,
+    unread: str = "",
 ) -> Reduced:
     """Return the reduction of a loss by its traces on `args` and on a part of the examples, `fewer`.
 
     - `batch`: number of the argument with the examples.
     - `dims`: dims of examples in it, -1 for none.
     - `parts`: number of such parts in the whole.
+    - `unread`: the result's `why` if a trace fails.
     """
     import jax
 
     try:
         whole_trace, part_trace = jax.make_jaxpr(loss)(*args), jax.make_jaxpr(loss)(*fewer)
-    except Exception:  # the trace of the step raises it again as an error of the user's code
-        return Reduced()
+    except Exception:  # the trace of the step raises it again as an error of the user's code, or `unread` says so
+        return Reduced(why=unread)
     trained = len(jax.tree.leaves(args[0]))
     before = sum(len(jax.tree.leaves(each)) for each in args[:batch])
     examples = dict(enumerate(jax.tree.leaves(dims), before))

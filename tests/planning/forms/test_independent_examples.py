@@ -175,6 +175,7 @@ def test_exports_that_gather_refuse_or_state_what_the_batch_does(tmp_path: Path)
     for text, said in (
         ("(output @ output.T).square().mean()", "`dot_general`, which mixes examples, at net.py:10"),
         ("output.square().sum()", "multiply the loss by their number"),
+        ("output.view(64, 16).square().mean()", "not checked for examples that meet"),
     ):
         file.write_text(FILE.format(loss=text))
         options = {"train": True, "optimizer": "sgd"}
