@@ -94,10 +94,11 @@ for name in sys.argv[1:]:
 
 
 @pytest.fixture(scope="module")
-def examples(folder: Path) -> dict[str, list[str]]:
-    """Run the pages' examples, and return their names by page."""
+def examples(folder: Path, request: pytest.FixtureRequest) -> dict[str, list[str]]:
+    """Run the examples of the pages whose tests are selected, and return their names by page."""
     names: dict[str, list[str]] = {}
-    for page in EXECUTED:
+    selected = [each for each in request.session.items if isinstance(each, pytest.Function)]
+    for page in [each.callspec.params["page"] for each in selected if each.originalname == "test_the_examples_run"]:
         bodies = [body for info, body in blocks(f"{page}.md", "python") if info.startswith("after=")]
         names[page] = [f"example_{page}{number}.py" for number in range(len(bodies))]
         for name, body in zip(names[page], bodies, strict=True):
@@ -106,7 +107,10 @@ def examples(folder: Path) -> dict[str, list[str]]:
     return names
 
 
-@pytest.mark.parametrize("page", EXECUTED)
+# Other tests plan models of the same libraries as `code-bases`.
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.full] * (page == "code-bases")) for page in EXECUTED]
+)
 def test_the_examples_run(page: str, examples: dict[str, list[str]], folder: Path):
     assert examples[page]
     for name in examples[page]:

@@ -11,6 +11,7 @@ from autoshard.planning import Plan, explain_plan, save_plan
 
 
 @pytest.mark.heavy
+@pytest.mark.few(2)
 @pytest.mark.parametrize("request_", sorted(HOMES))
 def test_a_request_loads_the_module_that_provides_it(request_: str):
     """Load the module in a process that has imported the record alone."""

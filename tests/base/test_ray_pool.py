@@ -37,6 +37,7 @@ def mistake() -> None:
 
 
 @pytest.mark.heavy
+@pytest.mark.full
 def test_a_node_that_is_killed_loses_nothing(
     cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,6 +83,7 @@ def test_a_model_is_planned_without_being_allocated(program):
     assert program.training and all(a.result is not None for a in program.arguments if a.role != "batch")
 
 
+@pytest.mark.full
 def test_a_model_that_is_there_is_planned_as_it_is_and_stays_whole(program):
     model = seeded()
     found = from_keras(model, shape(32, 16), shape(32, dtype="int32"))

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import autoshard
 from autoshard.cost import Topology, load_calibration, make_mesh
@@ -60,6 +61,7 @@ def lines_in(work: Callable[[], Any]) -> tuple[Any, Counter[str]]:
         sys.settrace(before)
 
 
+@pytest.mark.full
 def test_work_grows_with_a_program_and_not_with_its_square() -> None:
     topology = Topology.parse("v5p:2x2x2")
     mesh = make_mesh(topology, {"data": 4, "model": 2})

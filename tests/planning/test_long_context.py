@@ -2,10 +2,13 @@
 
 import math
 
+import pytest
+
 from autoshard.planning import Options, make_plan
 from experiments.quality import long_context
 
 
+@pytest.mark.full
 def test_more_devices_than_heads_of_keys_share_attention() -> None:
     program = long_context.program(layers=1, batch=4, seq=4096)
     plan = make_plan(program, Options(topology="v5p:4x4x4", mesh="data=4,model=16", time_limit=30)).plan

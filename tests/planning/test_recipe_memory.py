@@ -117,6 +117,7 @@ def test_nothing_goes_to_the_host_where_everything_fits(llama: Callable[..., Pro
     assert all(row["step_time_s"] >= result.plan.prediction.step_time_s for row in rows.values())
 
 
+@pytest.mark.full
 def test_inputs_of_layers_go_to_the_host_where_nothing_fits_otherwise(llama: Callable[..., Program]) -> None:
     llama = functools.partial(llama, batch=64)  # activations of smaller batches stay in on-chip memory
     away = make_plan(llama("full,offload=input"), Options(**FULLY)).plan.prediction

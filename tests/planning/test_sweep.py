@@ -114,6 +114,7 @@ def test_rows_on_file_are_not_made_again(source: str, tmp_path: Path) -> None:
     assert changed[0].step_time_s != 42.0, "a changed program is another row"
 
 
+@pytest.mark.full
 def test_tokens_and_prices_stay_with_the_rows(source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Report a sweep with the tokens and prices of its run; flags of the report come first."""
     path = tmp_path / "sweep.json"

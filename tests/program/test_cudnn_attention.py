@@ -69,6 +69,7 @@ def llama(attention: str) -> Program:
     return open_source("hf:llama-tiny", train=True, batch=16, seq=128, attention=attention)
 
 
+@pytest.mark.full
 def test_scores_reach_no_memory_of_a_gpu() -> None:
     whole, fused = (make_plan(llama(each), Options(topology="h100:8", mesh="data=8")) for each in ("plain", "cudnn"))
     assert fused.plan.prediction.step_time_s < whole.plan.prediction.step_time_s

@@ -147,7 +147,9 @@ def test_linear_layers_of_a_module_with_one_input_save_it_once() -> None:
     assert sum(each.shape[1:3] == (8, 32) for each in kept) == 4
 
 
-@pytest.mark.parametrize(("model", "form"), [("gpt2-tiny", "int8"), ("llama-tiny", "fp8")])
+@pytest.mark.parametrize(
+    ("model", "form"), [("gpt2-tiny", "int8"), pytest.param("llama-tiny", "fp8", marks=pytest.mark.full)]
+)
 def test_a_planned_step_equals_the_unplanned_one_and_its_model_flops_stay(model: str, form: str) -> None:
     options: dict[str, Any] = {"train": True, "batch": 8, "seq": 32, "dtype": "float32", "attention": "plain"}
     program, plain = from_config(model, quantize=form, **options), from_config(model, **options)

@@ -11,7 +11,7 @@ from experiments.models.torch_layers import Row, work
 @pytest.mark.parametrize(
     ("row", "stacks"),
     [
-        (Row("numbered", "gpt2"), []),
+        pytest.param(Row("numbered", "gpt2"), [], marks=pytest.mark.full),
         pytest.param(Row("frozen", "llama", "frozen_first"), [2, 2], marks=pytest.mark.full),
         (Row("adapters", "llama", "LoRA, patterns of scales"), [2]),
         (Row("adapters", "llama", "VeRA"), [4]),

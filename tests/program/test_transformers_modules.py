@@ -129,6 +129,7 @@ def test_adapters_with_a_backward_pass_of_their_own_train_as_in_torch(config: An
     check_step(module, {"x": torch.randn(8, 16)}, lambda out: out.square().mean())
 
 
+@pytest.mark.full
 def test_an_adapter_of_a_decoder_keeps_no_cache_either() -> None:
     config = peft.LoHaConfig(r=2, alpha=4, target_modules=["q_proj", "v_proj"], init_weights=False)
     module = peft.get_peft_model(llama(), config)

@@ -72,8 +72,7 @@ def _planned(folder: Path, family: dict[str, Any], batch: int, length: int, rema
     ("family", "batch", "length", "remat"),
     [
         # The loss's logits, activations of layers, and gradients of embedding and head make the peak.
-        # Both families and both sizes stand in `make test`.
-        (LLAMA, 16, 256, "full"),
+        pytest.param(LLAMA, 16, 256, "full", marks=pytest.mark.full),
         pytest.param(QWEN, 16, 256, "full", marks=pytest.mark.full),
         pytest.param(LLAMA, 4, 16, "full", marks=pytest.mark.full),
         (QWEN, 4, 16, "full"),
@@ -105,6 +104,7 @@ def test_a_plan_that_eager_torch_does_not_hold_is_refused(tmp_path: Path) -> Non
     assert "more than the" in make_export(tight, "fsdp2", program, force=True).sentence
 
 
+@pytest.mark.full
 def test_a_recipe_is_chosen_that_eager_torch_holds(tmp_path: Path) -> None:
     """Give less memory than eager torch needs for the plain recipe, and more than the step that XLA compiles."""
     plain, _ = _planned(tmp_path, LLAMA, 16, 256, "none")

@@ -79,6 +79,7 @@ def test_dots_saves_what_the_backward_pass_needs() -> None:
     loss.backward()
 
 
+@pytest.mark.full
 def test_parameters_are_gathered_in_the_dtype_of_compute() -> None:
     program, plan = tiny()
     text = export_plan(plan, "fsdp2", program, force=True)
@@ -101,6 +102,7 @@ def test_fsdp_is_priced_as_it_runs() -> None:
     assert split.peak_bytes == pytest.approx(fsdp.peak_bytes, rel=0.02)
 
 
+@pytest.mark.full
 def test_figures_are_those_of_the_recomputation_that_a_form_holds() -> None:
     """Judge by FSDP of the program whose layers recompute as they do in the form."""
     fsdp = tiny(dtype="float32", remat="full")[1].baselines["fsdp"]
@@ -112,6 +114,7 @@ def test_figures_are_those_of_the_recomputation_that_a_form_holds() -> None:
     assert plan.baselines["fsdp"].peak_bytes > 1.1 * fsdp.peak_bytes
 
 
+@pytest.mark.full
 def test_layers_keep_their_specs_under_another_recomputation() -> None:
     """Turn the stacks of a mixture into one stack of all layers, and back."""
     full, plan = tiny(dtype="float32", remat="full")

@@ -153,7 +153,9 @@ def test_a_clock_that_only_this_process_knows_ends_a_solve(none_waits, monkeypat
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("clock", [time.monotonic, processor_seconds, lambda: time.monotonic()])
+@pytest.mark.parametrize(
+    "clock", [time.monotonic, processor_seconds, pytest.param(lambda: time.monotonic(), marks=pytest.mark.full)]
+)
 def test_what_was_found_until_then_is_preserved(none_waits, monkeypatch, clock):
     monkeypatch.setattr(module, "_HURRY_S", 60.0)
     problem = hard_problem(24)

@@ -187,6 +187,7 @@ def test_single_values_are_saved_or_sent_to_the_host(tmp_path: pathlib.Path):
     ]
 
 
+@pytest.mark.full
 def test_context_parallelism_by_its_method(tmp_path: pathlib.Path):
     rows = [{"plan": {"cp": 2, "cp_method": name, "fsdp": 2}} for name in ("all-gather", "ulysses", "ring")]
     attention = "tokamax splash; blocks 256 (ulysses), 128 (ring, all-gather)"

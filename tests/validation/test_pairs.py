@@ -77,6 +77,7 @@ def test_fsdp_of_few_tokens_gathers_weights(tmp_path: pathlib.Path):
     assert checked >= 15
 
 
+@pytest.mark.full
 def test_a_stated_plan_is_compiled_with_the_flags_that_its_row_states(tmp_path: pathlib.Path):
     flag = "--xla_tpu_enable_async_collective_fusion=true"
     rows = [{"plan": {"fsdp": 4, "xla_flags": [flag]}, "step_time_s": 1.0}, {"plan": {"fsdp": 4}, "step_time_s": 1.0}]

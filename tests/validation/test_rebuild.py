@@ -118,6 +118,7 @@ def test_what_cannot_be_rebuilt_is_reported_and_the_rest_goes_on(tmp_path: pathl
     assert "is 'maybe', expected true or false" in flag.skipped
 
 
+@pytest.mark.full
 def test_more_slices_and_slower_links_take_longer(tmp_path: pathlib.Path) -> None:
     variants = [SMALL | {"id": str(n), "slices": n} for n in (1, 2, 8)]
     times = [row.ours for row in rows_of(tmp_path, variants) if row.ours is not None]
@@ -126,6 +127,7 @@ def test_more_slices_and_slower_links_take_longer(tmp_path: pathlib.Path) -> Non
     assert times[1] <= times[2] * (1 + 1e-6)
 
 
+@pytest.mark.full
 def test_tensor_parallelism_is_computed_as_stated(tmp_path: pathlib.Path) -> None:
     few = {"sharding": "FSDP=32", "per_chip_batch": None, "global_batch_seqs": 8}
     both, impossible = rows_of(tmp_path, [SMALL, SMALL | few])

@@ -373,6 +373,7 @@ def test_a_quick_compilation_waits_for_memory_that_is_not_assigned(
     assert worker.gone()
 
 
+@pytest.mark.full
 def test_a_quick_compilation_decides_as_a_whole_one():
     if importlib.util.find_spec("libtpu") is None:  # an optional extra
         pytest.skip("libtpu is not installed")

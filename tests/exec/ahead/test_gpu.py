@@ -53,6 +53,7 @@ def test_a_step_is_compiled_as_planned_with_no_gpu(topology: str, mesh: str) -> 
 
 
 @NEEDS_PLUGIN
+@pytest.mark.full
 def test_a_plan_for_a_framework_that_gathers_is_compiled_as_planned() -> None:
     """Send what is foreseen; without pins, hidden values are split like weights, and 40 times as much is sent."""
     program = config_program(FIELDS, train=True, batch=16, seq=512, remat="dots", microbatches=2)

@@ -99,9 +99,9 @@ def saved() -> Program:
     "make",
     [
         pytest.param(lambda: decode(False), id="places first", marks=pytest.mark.full),
-        pytest.param(lambda: decode(True), id="heads first"),
+        pytest.param(lambda: decode(True), id="heads first", marks=pytest.mark.full),
         perceptron,
-        convolutions,
+        pytest.param(convolutions, marks=pytest.mark.full),
         saved,
     ],
 )

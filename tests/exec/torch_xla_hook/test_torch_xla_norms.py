@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 
 WORKER = """
 import copy, json
@@ -59,6 +61,7 @@ print("found " + json.dumps(found))
 """
 
 
+@pytest.mark.full
 def test_norms_are_sums_and_products_with_pytorchs_values():
     root = Path(__file__).parents[3]
     process = subprocess.run(

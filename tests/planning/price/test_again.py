@@ -26,6 +26,7 @@ for mesh in meshes:
 """
 
 
+@pytest.mark.full
 def test_two_processes_write_the_same_bytes_after_any_earlier_plans(tmp_path: Path) -> None:
     root = Path(autoshard.__file__).parents[1]
     meshes = ["data=4,model=4", "data=2,model=8"]

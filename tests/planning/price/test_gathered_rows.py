@@ -85,7 +85,7 @@ def test_scatters_by_the_same_indices_share_those_that_the_first_sorts() -> None
     ("topology", "layers", "nodes", "split"),
     [
         pytest.param("v5p:2x2x2", 1, NODES, False, marks=pytest.mark.full),
-        ("v5p:2x2x2", 2, NODES, False),
+        pytest.param("v5p:2x2x2", 2, NODES, False, marks=pytest.mark.full),
         pytest.param("v6e:2x4", 1, 131072, False, marks=pytest.mark.full),
         ("v6e:2x4", 1, 8 * NODES, True),
     ],

@@ -69,9 +69,14 @@ def test_convolutions_have_the_values_in_main_memory_that_the_compiler_puts_ther
     ("seed", "topology"),
     [
         pytest.param(132, "v5e:2x4", id="tables of addresses: a convolution of 2 MiB"),
-        pytest.param(83, "v5e:2x4", id="masked rows that take no place of others on the chip: a graph network"),
+        pytest.param(
+            83,
+            "v5e:2x4",
+            marks=pytest.mark.full,
+            id="masked rows that take no place of others on the chip: a graph network",
+        ),
         pytest.param(69, "v5e:2x4", id="gradients that wait for their sum: an MLP"),
-        pytest.param(99, "v6e:2x4", id="padded rows that matmuls read: a mixture"),
+        pytest.param(99, "v6e:2x4", marks=pytest.mark.full, id="padded rows that matmuls read: a mixture"),
         pytest.param(22, "v5p:2x2x2", id="rounded probabilities: attention"),
     ],
 )

@@ -36,7 +36,7 @@ def scanned(donated: bool) -> Program:
     return trace(step, (state, state, S((ROWS, WIDTH), jnp.float32)), donate_argnums=donate, training=True)
 
 
-@pytest.mark.parametrize("topology", [pytest.param("h100:1", marks=PLUGIN), "v5e:1x1"])
+@pytest.mark.parametrize("topology", [pytest.param("h100:1", marks=[PLUGIN, pytest.mark.full]), "v5e:1x1"])
 def test_temporaries_lie_in_the_memory_of_results_as_compilers_place_them(topology: str) -> None:
     peaks = {}
     for donated in (False, True):
@@ -50,7 +50,12 @@ def test_temporaries_lie_in_the_memory_of_results_as_compilers_place_them(topolo
 
 
 @pytest.mark.parametrize(
-    "topology", [pytest.param("h100:8", marks=PLUGIN), "v5p:2x2x2", pytest.param("v6e:2x4", marks=pytest.mark.full)]
+    "topology",
+    [
+        pytest.param("h100:8", marks=[PLUGIN, pytest.mark.full]),
+        "v5p:2x2x2",
+        pytest.param("v6e:2x4", marks=pytest.mark.full),
+    ],
 )
 def test_gathered_weights_that_replace_no_argument_are_whole(topology: str) -> None:
     """Plan whole weights with split momentum: the compiler reserves the arguments and the results whole, and more."""

@@ -69,6 +69,7 @@ def test_sharing_costs_nothing(pattern: str) -> None:
     assert alone.solution.cost <= tied.solution.cost * (1 + 1e-6) <= alone.solution.cost * 1.001
 
 
+@pytest.mark.full
 def test_more_layers_are_no_more_decisions() -> None:
     few, many = model(8), model(16)
     assert len(many.nodes) > 1.7 * len(few.nodes)
@@ -123,6 +124,7 @@ def test_a_plan_takes_as_long_without_sharing(monkeypatch: pytest.MonkeyPatch) -
     assert steps[0] == pytest.approx(steps[1], rel=1e-3)
 
 
+@pytest.mark.full
 def test_baselines_are_completed_as_well() -> None:
     whole = model(6)
     repeats = shared(whole)

@@ -26,7 +26,7 @@ SIZES = {"b": 8, "s": 128, "d": 256, "n": 16, "g": 8, "k": 2, "x": 8}
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("topology", [pytest.param("h100:1", marks=PLUGIN), "v5e:1x1"])
+@pytest.mark.parametrize("topology", [pytest.param("h100:1", marks=[PLUGIN, pytest.mark.full]), "v5e:1x1"])
 def test_compilers_keep_a_matmul_where_neither_side_is_a_vector(topology: str) -> None:
     operands = [
         tuple(

@@ -80,7 +80,7 @@ def test_a_sum_that_does_not_join_is_priced() -> None:
     ("topology", "mesh", "split", "most"),
     [
         pytest.param("h100:8", "data=8", "-,-", 2, marks=PLUGIN),
-        ("v5e:2x4", "data=8", "-,-", 2),
+        pytest.param("v5e:2x4", "data=8", "-,-", 2, marks=pytest.mark.full),
         # The sums are apart if one is staged. The rows may then be sent instead.
         ("v5p:2x2x2", "data=4,model=2", "-,data+model", 5),
     ],
@@ -111,7 +111,7 @@ def test_the_gradient_of_a_tied_table_is_summed_as_foreseen(topology: str, mesh:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("topology", [pytest.param("h100:8", marks=PLUGIN), "v5e:2x4"])
+@pytest.mark.parametrize("topology", [pytest.param("h100:8", marks=[PLUGIN, pytest.mark.full]), "v5e:2x4"])
 def test_the_gradient_of_a_value_that_two_split_weights_multiply_is_summed_once(topology: str) -> None:
     split = {f"params.{name}": "-,data" for name in ("gate", "up")} | {"params.down": "data,-"}
     asked = read_asked({"x": "-,-", "params.first": "-,-"} | split)
