@@ -159,20 +159,23 @@ class MeshAttempt:
 class MeshAttempts:
     """Attempts at meshes for one program, with a store of prices. A pickled copy carries none of the prices."""
 
-    def __init__(self, task: Task, time_limit: float, hopeless: bool = False) -> None:
+    def __init__(
+        self, task: Task, time_limit: float, hopeless: bool = False, solved: MeshAttempt | None = None
+    ) -> None:
         """Create attempts.
 
         - `task`: the program and how to price it.
         - `time_limit`: processor seconds of the solves on one mesh.
         - `hopeless`: True to spend more work on bounds, since likely no mesh beats the first rival.
+        - `solved`: trial without a rival, whose mesh is not tried again.
         """
-        self.task, self.time_limit, self.hopeless = task, time_limit, hopeless
+        self.task, self.time_limit, self.hopeless, self.solved = task, time_limit, hopeless, solved
         self._ahead: dict[Mesh, _PricedMesh] = {}
         self._pairs: dict[Mesh, int] = {}
         self._floors: dict[Mesh, float] = {}
 
     def __reduce__(self) -> tuple[type["MeshAttempts"], tuple[object, ...]]:
-        return MeshAttempts, (self.task, self.time_limit, self.hopeless)
+        return MeshAttempts, (self.task, self.time_limit, self.hopeless, self.solved)
 
     def price_ahead(self, mesh: Mesh) -> None:
         """Price a mesh before its rival is known, if the prices can be stored until the trial.
@@ -187,6 +190,10 @@ class MeshAttempts:
         elif self._has_room(self.pairs(mesh)):
             with contextlib.suppress(UserError):
                 self._keep(self._priced(mesh))
+
+    def remember(self, trial: MeshAttempt) -> None:
+        """Store a trial without a rival, but not its prices, so that its mesh is not tried again."""
+        self.solved = dataclasses.replace(trial, model=None, required=None)
 
     def forget(self) -> None:
         """Discard the stored prices."""
@@ -227,7 +234,7 @@ class MeshAttempts:
         beat_s = _beaten_by_s(rival, mesh)
         limits = Limits(self.task.memory_limit, self.time_limit, self.task.seed)
         search.run(limits, _silent, required, beat_s, GOOD_ENOUGH, stop)
-        return _tried(search, required, rival)
+        return _against(_tried(search), search.model, required, rival)
 
     def _decide_by_bounds(self, mesh: Mesh, rival: Incumbent | None, keep: bool) -> MeshAttempt | None:
         """Return the trial of a mesh as far as no solving is needed; None if the mesh must be solved.
@@ -239,6 +246,8 @@ class MeshAttempts:
         excluded = unusable(self.task.reading, mesh)
         if excluded:
             return MeshAttempt(mesh, excluded, unconstrained_bound_s=math.inf)
+        if self.solved is not None and mesh == self.solved.mesh:
+            return self._compared(self.solved, rival, keep)
         begun = self._ahead.pop(mesh, None)
         if begun is None:
             if self.pairs(mesh) > MOST_PAIRS:
@@ -262,7 +271,16 @@ class MeshAttempts:
         solve = search.weighing.bound_s < _beaten_by_s(rival, mesh)
         if solve or keep:
             self._keep(dataclasses.replace(begun, rival=rival, search=search if solve else None))
-        return None if solve else _tried(search, required, rival)
+        return None if solve else _against(_tried(search), search.model, required, rival)
+
+    def _compared(self, solved: MeshAttempt, rival: Incumbent | None, keep: bool) -> MeshAttempt:
+        """Return a remembered trial as one against a rival, with prices if it beats the rival or has none."""
+        if rival is not None and not solved.beats(rival):
+            return solved
+        begun = self._ahead.pop(solved.mesh, None) or self._priced(solved.mesh)
+        if keep:
+            self._keep(begun)
+        return _against(solved, begun.model, begun.required, rival)
 
     def is_small(self, mesh: Mesh) -> bool:
         """Return True if a mesh is usable and cheap to price, with at most `SMALL_PAIRS` pairs."""
@@ -352,11 +370,8 @@ def _bounded(model: Model, required: Required, rival: Incumbent | None, rounds: 
     return search
 
 
-def _tried(search: WeightSearch, required: Required, rival: Incumbent | None) -> MeshAttempt:
-    """Return the trial of a search: its bound, its weights, and its best plan if any fits.
-
-    It includes the prices if the mesh beats its rival or has none.
-    """
+def _tried(search: WeightSearch) -> MeshAttempt:
+    """Return the trial of a search, without prices: its bound, its weights, and its best plan if any fits."""
     weighing, solved = search.weighing, search.certified
     best = None
     if search.best is not None and solved is not None:
@@ -370,7 +385,7 @@ def _tried(search: WeightSearch, required: Required, rival: Incumbent | None) ->
             weighing.bound_s,
             search.rounds,
         )
-    trial = MeshAttempt(
+    return MeshAttempt(
         search.model.mesh,
         bound_s=weighing.bound_s if weighing.bound_s > 0 else None,
         best=best,
@@ -378,10 +393,14 @@ def _tried(search: WeightSearch, required: Required, rival: Incumbent | None) ->
         weights=weighing.weights,
         unconstrained_bound_s=search.unconstrained_bound_s,
     )
+
+
+def _against(trial: MeshAttempt, model: Model, required: Required, rival: Incumbent | None) -> MeshAttempt:
+    """Return a trial with the prices of its mesh if it beats the rival or has none, else the trial itself."""
     if rival is not None and not trial.beats(rival):
         return trial
     saved = math.inf if rival is None else rival.saved_by(trial.step_s, len(trial.mesh.sizes))
-    return dataclasses.replace(trial, saved=saved, model=search.model, required=required)
+    return dataclasses.replace(trial, saved=saved, model=model, required=required)
 
 
 def unusable(reading: AnalysedProgram, mesh: Mesh) -> str:

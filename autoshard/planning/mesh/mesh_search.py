@@ -81,7 +81,7 @@ class MeshSearch:
         """Return the best of all candidate meshes, or of the given `meshes`.
 
         If nothing fits, return the mesh that exceeds the memory limit least, without choices. Many meshes without a
-        rival are first compared with a scouted one; if none beats it, they are searched again without it.
+        rival are first compared with a scouted one, which is solved once.
 
         Raises `UserError` if no mesh serves the program or can satisfy the user's constraints. With a given rival,
         raises `PrunedByBound` if no mesh beats it and `InfeasibleError` if nothing fits.
@@ -90,9 +90,6 @@ class MeshSearch:
         meshes = candidate_meshes(topology) if meshes is None else meshes
         self.ceiling = self.rival or self.scouted(meshes)
         crew.run(InOrder(self.trials, meshes, self.take, ahead=not crew.alone, first=self.ceiling))
-        if self.best is None and self.rival is None and self.ceiling is not None:
-            self.done, self.ceiling = [], None  # no plan beats the scouted one: search without it
-            crew.run(InOrder(self.trials, meshes, self.take, ahead=not crew.alone))
         crew.drop("trials")
         self.trials.forget()
         if self.best is None and self.rival is not None:
@@ -115,7 +112,7 @@ class MeshSearch:
 
         The mesh is the one with the least floor among meshes that are cheap to price (`is_small`). The incumbent's time
         is raised by twice `LEAST_GAIN`, and it counts as having the most axes, so that a simpler mesh may still be
-        preferred.
+        preferred. The mesh beats it when its turn comes.
         """
         if len(meshes) < SCOUTED:
             return None
@@ -124,8 +121,9 @@ class MeshSearch:
             return None
         _, number = min(floors)
         trial = self.trials.attempt(meshes[number], None, keep=True)
-        if trial.best is None:
+        if trial.best is None or not trial.step_s:
             return None
+        self.trials.remember(trial)
         self.progress(f"mesh {mesh_text(trial.mesh)}: {_so_far(trial, None)}, to hold others against")
         return dataclasses.replace(trial.as_incumbent(), step_s=(1 + 2 * LEAST_GAIN) * trial.step_s, axes=sys.maxsize)
 
