@@ -7,4 +7,5 @@ from autoshard.degrees.degree_choice import gpu_decoder as gpu_decoder
 from autoshard.degrees.degree_tables import DEGREE_FORMS as DEGREE_FORMS
 from autoshard.degrees.degree_tables import degree_figures as degree_figures
 from autoshard.degrees.degree_tables import degree_report as degree_report
+from autoshard.degrees.eager_step import eager_step_s as eager_step_s
 from autoshard.degrees.node_waits import INDISTINCT as INDISTINCT

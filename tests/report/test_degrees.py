@@ -9,8 +9,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+import autoshard
 from autoshard.cli import main
-from autoshard.degrees import DEGREE_FORMS, DegreeChoice, choose_degrees, degree_figures, degree_report, gpu_decoder
+from autoshard.degrees import (
+    DEGREE_FORMS,
+    DegreeChoice,
+    choose_degrees,
+    degree_figures,
+    degree_report,
+    eager_step_s,
+    gpu_decoder,
+)
+from autoshard.report import terminal_report
 
 
 def _choices(framework: str) -> tuple[DegreeChoice, ...]:
@@ -26,6 +36,24 @@ def test_figures_and_words_say_the_same() -> None:
     said = text.getvalue()
     assert f"dp{figures[0]['dp']} tp{figures[0]['tp']}" in said and f"{figures[0]['step_time_s']:.4g} s" in said
     assert f"{len(choices)} plans multiply" in said
+
+
+def test_a_plan_for_fsdp2_has_the_time_of_these_degrees() -> None:
+    """Choose one of the degrees by hand, with the recomputation of its name, and as the other forms have none."""
+    options = {"train": True, "batch": 32, "seq": 4096, "remat": "full", "microbatches": 2}
+    given = {"topology": "h100:8", "mesh": "data=8", "program_options": options}
+    plan = autoshard.plan("hf:llama3-8b", form="fsdp2", **given)
+    (same,) = (
+        each.step.seconds
+        for each in _choices("torchtitan")
+        if (each.run.dp, each.run.zero, each.run.recompute, each.run.accumulation) == (8, 3, "full", 2)
+    )
+    seconds = eager_step_s(plan)
+    assert seconds == same > plan.prediction.step_time_s
+    text = io.StringIO()
+    Console(file=text, width=200).print(terminal_report(plan, eager_s=seconds))
+    assert f"{seconds:.3g} s in eager torch" in text.getvalue()
+    assert eager_step_s(dataclasses.replace(plan, topology="v5e:2x4")) is None
 
 
 def test_the_written_plan_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

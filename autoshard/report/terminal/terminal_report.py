@@ -41,14 +41,17 @@ BAR = 46
 PARAMETERS = 8
 
 
-def terminal_report(plan: Plan, wall_s: Mapping[str, float] | None = None) -> RenderableType:
+def terminal_report(
+    plan: Plan, wall_s: Mapping[str, float] | None = None, eager_s: float | None = None
+) -> RenderableType:
     """Return the plan as a rich renderable for 80 columns or more: the verdict first, then details by weight.
 
     - `wall_s`: seconds of each planning phase, to be shown at the end; None or an empty mapping omits that line.
+    - `eager_s`: seconds of a step in eager torch; None if they are not known.
 
     The memory of a compiled plan is the verdict. Sections without content are omitted.
     """
-    return _Report(plan, wall_s)
+    return _Report(plan, wall_s, eager_s)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,12 +60,13 @@ class _Report:
 
     plan: Plan
     wall_s: Mapping[str, float] | None
+    eager_s: float | None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the sections of the report in order; `options` has the terminal's width."""
         plan = self.plan
         predicted = ", as predicted" if plan.compiled is not None else ""
-        yield _verdict(plan)
+        yield _verdict(plan, self.eager_s)
         yield from _section("Plan", Text("\n").join(Text(f"  {clean(line)}") for line in plan.words))
         yield from _section("Fixed beforehand", _bullets(figures.fixed_lines(plan)))
         yield from _section("Priced for compiler flags", _bullets(_flag_lines(plan)))
@@ -95,7 +99,7 @@ def _flag_lines(plan: Plan) -> list[str]:
     return prices or ([f"{', '.join(plan.flags)}: no price changes."] if plan.flags else [])
 
 
-def _verdict(plan: Plan) -> RenderableType:
+def _verdict(plan: Plan, eager_s: float | None) -> RenderableType:
     """Return the head of the report: program, mesh, fit, step time, best baseline and recipe.
 
     Tokens per second and MFU appear if the plan has them, the memory's percentage if the limit is not 0. The fit is
@@ -125,11 +129,11 @@ def _verdict(plan: Plan) -> RenderableType:
         words = f", where {format_bytes(prediction.peak_bytes)} was predicted, off by a factor {factor:.1f}"
         verdict.append(words, style="not bold default")
     recipe = Text("RECIPE", style="bold").append(f": {clean(figures.recipe_line(plan))}", style="not bold")
-    step = Text("STEP", style="bold").append(f": {_step_words(plan)}", style="not bold")
+    step = Text("STEP", style="bold").append(f": {_step_words(plan, eager_s)}", style="not bold")
     return Group(title, Text(), verdict, step, recipe, *([] if compiled is None else [_compiled(plan, compiled)]))
 
 
-def _step_words(plan: Plan) -> str:
+def _step_words(plan: Plan, eager_s: float | None) -> str:
     """Return the words of the headline on the step: its time, tokens a second, MFU and the best baseline.
 
     A compiled time that the prediction misses beyond the estimate's error stands first. Its tokens a second are of that
@@ -138,6 +142,7 @@ def _step_words(plan: Plan) -> str:
     prediction, compiled = plan.prediction, plan.compiled
     predicted_s, step_s = prediction.step_time_s, prediction.step_time_s
     words = f"{format_seconds(predicted_s)} ({plan.time_error_words})"
+    words += f", {format_seconds(eager_s)} in eager torch" if eager_s else ""
     source = ""
     if compiled is not None and compiled.step_time_s and (factor := _missed(predicted_s, compiled.step_time_s)):
         estimated = f"{format_seconds(compiled.step_time_s)} +- {compiled.error or 0:.0%} as compiled"

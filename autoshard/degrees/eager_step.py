@@ -1,0 +1,48 @@
+"""Step time of a plan's form in eager torch, priced as degrees of parallelism."""
+
+import math
+
+from autoshard.cost import Topology
+from autoshard.degrees.degree_choice import gpu_decoder
+from autoshard.degrees.gpu_run import GpuRun
+from autoshard.degrees.gpu_stage import host_figures
+from autoshard.degrees.gpu_step import price_step
+from autoshard.errors import UserError
+from autoshard.planning import FORMS, Plan, chosen_options
+
+
+_RECOMPUTED = {"none": "none", "dots": "selective", "full": "full"}
+"""Remat policies -> recomputation in eager frameworks; `dots` saves the matmuls' results, as torchtitan's `selective`
+nearly does.
+"""
+
+
+def eager_step_s(plan: Plan) -> float | None:
+    """Return the seconds of a plan's step in eager torch on GPUs, as `choose_degrees` prices torchtitan's.
+
+    None for a form that does not gather parameters, and for a plan that degrees cannot state: its program is a dense
+    decoder's configuration, its matmuls have 16 bits, and its remat policy is one of `_RECOMPUTED`.
+    """
+    form, source, place = FORMS.get(plan.origin.form or ""), plan.source, Topology.parse(plan.topology)
+    if form is None or not form.gathers or source is None or not source.is_configuration:
+        return None
+    options = chosen_options(plan)
+    recompute = _RECOMPUTED.get(str(options.get("remat") or "none"))
+    if recompute is None or not options.get("train") or options.get("quantize") or options.get("lora"):
+        return None
+    if place.chip.name not in host_figures().attention_efficiency["flash"]:
+        return None
+    replicas = math.prod(plan.mesh[axis] for axis in plan.batch_axes)
+    micro, batch = int(options.get("microbatches") or 1), int(options["batch"])
+    split = {axis for name, spec in plan.arguments.items() if plan.is_weight(name) for axis in spec.axes}
+    try:
+        decoder = gpu_decoder(source.program)
+        if decoder.experts > 1 or batch % (replicas * micro):
+            return None
+        run = GpuRun(
+            decoder, place, "torchtitan", int(options["seq"]), replicas, place.num_devices // replicas, 1,
+            batch // replicas // micro, micro, 3 if split & set(plan.batch_axes) else 0, recompute,
+        )  # fmt: skip
+    except UserError:
+        return None
+    return price_step(run).seconds
