@@ -20,8 +20,8 @@ nearly does.
 def eager_step_s(plan: Plan) -> float | None:
     """Return the seconds of a plan's step in eager torch on GPUs, as `choose_degrees` prices torchtitan's.
 
-    None for a form that does not gather parameters, and for a plan that degrees cannot state: its program is a dense
-    decoder's configuration, its matmuls have 16 bits, and its remat policy is one of `_RECOMPUTED`.
+    Return None for a form that does not gather parameters, and for a plan that degrees cannot state. The program must
+    be a dense decoder's configuration, with matmuls in 16 bits and a remat policy of `_RECOMPUTED`.
     """
     form, source, place = FORMS.get(plan.origin.form or ""), plan.source, Topology.parse(plan.topology)
     if form is None or not form.gathers or source is None or not source.is_configuration:
