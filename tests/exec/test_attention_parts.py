@@ -110,7 +110,8 @@ def states(graph: OpGraph, op: Op) -> set[tuple[int, ...]]:
     [
         *(("ring", (*state, RING_PARTS), 1e-5) for state in ((3, 3), (B, 3), (K, WHOLE), (B, K))),
         *(("grouped", state, 2e-6) for state in ((B, K, GROUP), (K, GROUP, QUERIES))),
-        *(("cached", state, 1e-5) for state in ((B, K, PLACES), (WHOLE, PLACES, PLACES))),
+        ("cached", (B, K, PLACES), 1e-5),
+        pytest.param("cached", (WHOLE, PLACES, PLACES), 1e-5, marks=pytest.mark.full),
     ],
 )
 def test_parts_add_up(name: str, state: tuple[int, int, int], relative: float) -> None:

@@ -98,6 +98,7 @@ def test_layers_are_named_as_in_a_process_of_their_own(program):
     assert again.fingerprint == program.fingerprint
 
 
+@pytest.mark.full
 def test_fit_runs_the_planned_step(plan):
     theirs = seeded()
     expected = fitted(theirs)

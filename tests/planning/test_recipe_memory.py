@@ -92,6 +92,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Program]:
     return make
 
 
+@pytest.mark.full
 def test_values_are_preserved_and_offloaded_as_memory_allows(llama: Callable[..., Program]) -> None:
     full = make_plan(llama("full"), Options(**FULLY)).plan.prediction
     limit = int(1.1 * full.peak_bytes)

@@ -31,7 +31,7 @@ def gradients(model: Any) -> tuple[float, list[torch.Tensor]]:
     return loss.item(), [parameter.grad.clone() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("form", ["fsdp2", "torchtitan"])
+@pytest.mark.parametrize("form", ["fsdp2", pytest.param("torchtitan", marks=pytest.mark.full)])
 def test_layers_are_recomputed_as_planned(form: str) -> None:
     """Judge by eager torch: equal gradients, and the modules of a layer run again only where the plan says so."""
     program, plan = tiny(dtype="float32", remat="dots:1+full:2+none")

@@ -160,7 +160,7 @@ def test_what_was_found_until_then_is_preserved(none_waits, monkeypatch, clock):
     monkeypatch.setattr(module, "_HURRY_S", 60.0)
     problem = hard_problem(24)
     graph = build(problem)
-    began, seconds = clock(), 3.0 if clock is processor_seconds else 6.0
+    began, seconds = clock(), 2.0 if clock is processor_seconds else 4.0
     cut = solve_in_process(job(graph, clock=clock, deadline=began + seconds), never)
     assert cut is not None and not cut.finished and cut.choices is not None
     judged = evaluate(problem, graph.restore(cut.choices))

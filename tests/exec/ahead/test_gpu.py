@@ -64,6 +64,7 @@ def test_a_plan_for_a_framework_that_gathers_is_compiled_as_planned() -> None:
 
 
 @NEEDS_PLUGIN
+@pytest.mark.full
 def test_plans_for_gpus_are_judged_by_their_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOSHARD_DATA_DIR", str(tmp_path))
 

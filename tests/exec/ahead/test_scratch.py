@@ -39,6 +39,7 @@ def test_sorts_hold_what_they_work_on(name: str, topology: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["cumsum", pytest.param("cumsum over rows", marks=pytest.mark.full)])
+@pytest.mark.full
 def test_cumulative_ops_of_tpus_go_through_copies(name: str) -> None:
     found = compiled(name, TPU)
     assert found.peak_predicted == pytest.approx(found.peak_compiled, rel=0.03)

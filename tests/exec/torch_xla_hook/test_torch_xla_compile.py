@@ -18,6 +18,7 @@ def found() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("how", "compiles"), [("inference", [1, 2, 2, 2]), ("compiled_inference", [0, 1, 1, 1])])
+@pytest.mark.full
 def test_inference_alone_is_planned_and_holds_its_parameters_so(found: dict[str, Any], how: str, compiles: list[int]):
     row = found[how]
     assert row["difference"] < 1e-5

@@ -19,6 +19,7 @@ def rows() -> dict[str, Any]:
     return {"plain": plain["momentum"], "split": split["momentum"]}
 
 
+@pytest.mark.full
 def test_losses_equal_the_unsharded_run(rows: dict[str, Any]):
     off = torch_xla_matrix.largest_difference(rows["split"]["losses"], rows["plain"]["losses"])
     assert off < torch_xla_matrix.ALLOWED
