@@ -67,6 +67,10 @@ from autoshard.planning.record.hlo_shardings import hlo_sharding as hlo_sharding
 from autoshard.planning.record.hlo_shardings import mesh_split as mesh_split
 from autoshard.planning.record.hlo_shardings import parse_hlo_sharding as parse_hlo_sharding
 from autoshard.planning.record.hlo_shardings import tile_devices as tile_devices
+from autoshard.planning.record.placed_reshard import PlacedMesh as PlacedMesh
+from autoshard.planning.record.placed_reshard import PlacedReshard as PlacedReshard
+from autoshard.planning.record.placed_reshard import ReshardedTensor as ReshardedTensor
+from autoshard.planning.record.placed_reshard import predict_placed_reshard as predict_placed_reshard
 from autoshard.planning.record.plan_files import load_plan as load_plan
 from autoshard.planning.record.plan_files import parameter_specs as parameter_specs
 from autoshard.planning.record.plan_files import plan_digest as plan_digest

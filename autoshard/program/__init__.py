@@ -39,6 +39,7 @@ from autoshard.program.jax.layer_stack import stack as stack
 from autoshard.program.jax.layer_stack import with_active_pipeline as with_active_pipeline
 from autoshard.program.jax.mla import LatentDims as LatentDims
 from autoshard.program.jax.trace import trace as trace
+from autoshard.program.jax.weight_shapes import weight_shapes as weight_shapes
 from autoshard.program.kernels.eight_bits import EightBits as EightBits
 from autoshard.program.kernels.flash_attention import KernelBlocks as KernelBlocks
 from autoshard.program.kernels.flash_attention import flash_attention as flash_attention

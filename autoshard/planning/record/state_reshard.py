@@ -4,6 +4,8 @@ moved.
 
 import dataclasses
 import math
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -78,9 +80,9 @@ def predict_reshard(
     for name in names:
         shape, dtype = kinds[0][name]
         bits = dtype_bits(dtype)
-        old, new = (_bounds(plan, plan.arguments[name], shape, count) for plan in (first, second))
+        old, new = (shard_bounds(plan, plan.arguments[name], shape, count) for plan in (first, second))
         common = np.stack([np.maximum(old[0], new[0]), np.minimum(old[1], new[1])])
-        old_bytes, new_bytes, common_bytes = (_bytes(bounds, bits) for bounds in (old, new, common))
+        old_bytes, new_bytes, common_bytes = (shard_bytes(bounds, bits) for bounds in (old, new, common))
         if not shape:
             old_bytes, new_bytes = (_present(plan, count) * math.ceil(bits / 8) for plan in (first, second))
             common_bytes = np.minimum(old_bytes, new_bytes)
@@ -115,27 +117,41 @@ def _present(plan: Plan, count: int) -> np.ndarray:
     return present
 
 
-def _bounds(plan: Plan, spec: Spec, shape: tuple[int, ...], count: int) -> np.ndarray:
+class Placed(Protocol):
+    """Devices in the order of a mesh's places, such as those of a plan."""
+
+    @property
+    def mesh(self) -> Mapping[str, int]:
+        """Sizes of the mesh axes, major first."""
+        ...
+
+    @property
+    def device_order(self) -> Sequence[int]:
+        """Number of the device in each place of the mesh, row-major."""
+        ...
+
+
+def shard_bounds(place: Placed, spec: Spec, shape: tuple[int, ...], count: int) -> np.ndarray:
     """Return the first element and the one after the last, by dim and device [2, dims, devices].
 
-    Both are 0 for devices that are not in the plan. A shard beyond the end of an uneven dim is empty.
+    Both are 0 for devices that are not in `place`. A shard beyond the end of an uneven dim is empty.
     """
     bounds = np.zeros((2, len(shape), count), np.int64)
-    places = np.unravel_index(np.arange(len(plan.device_order)), tuple(plan.mesh.values()))
-    place = dict(zip(plan.mesh, places, strict=True))
-    devices = np.array(plan.device_order)
+    rows = np.unravel_index(np.arange(len(place.device_order)), tuple(place.mesh.values()))
+    row = dict(zip(place.mesh, rows, strict=True))
+    devices = np.array(place.device_order)
     for dim, (size, axes) in enumerate(zip(shape, spec.of_rank(len(shape)).dims, strict=True)):
         part, parts = np.zeros(len(devices), np.int64), 1
         for axis in axes:
-            part, parts = part * plan.mesh[axis] + place[axis], parts * plan.mesh[axis]
+            part, parts = part * place.mesh[axis] + row[axis], parts * place.mesh[axis]
         width = -(-size // parts)
         bounds[0, dim, devices] = np.minimum(part * width, size)
         bounds[1, dim, devices] = np.minimum((part + 1) * width, size)
     return bounds
 
 
-def _bytes(bounds: np.ndarray, bits: int) -> np.ndarray:
-    """Return the bytes of the elements between bounds as of `_bounds`, by device, each rounded up to whole bytes.
+def shard_bytes(bounds: np.ndarray, bits: int) -> np.ndarray:
+    """Return the bytes of the elements between bounds as of `shard_bounds`, by device, each rounded up to whole bytes.
 
     Bounds that end before they begin, as of shards without a common part, give 0. A scalar has no dims, so that it
     counts for every device, also outside of the plan.
@@ -147,7 +163,7 @@ def _bytes(bounds: np.ndarray, bits: int) -> np.ndarray:
 def _read_by_host(bounds: np.ndarray, sizes: np.ndarray, host_of: np.ndarray) -> np.ndarray:
     """Return for each host the bytes of the shards that its devices store; equal shards count once, empty ones not.
 
-    - `bounds`: shards, as in `_bounds`.
+    - `bounds`: shards, as in `shard_bounds`.
     - `sizes`: bytes of each device's shard.
     - `host_of`: host of each device.
     """
