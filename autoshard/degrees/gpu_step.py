@@ -75,6 +75,45 @@ def price_step(run: GpuRun, figures: HostFigures | None = None, machine: Machine
     return GpuStep(sum(parts.values()), peak, True, parts, eager)
 
 
+def price_forward(run: GpuRun, figures: HostFigures | None = None, machine: MachinePrices | None = None) -> float:
+    """Return the seconds of a forward pass over all microbatches of a run, as for log-probabilities of samples.
+
+    Arguments are those of `price_step`. A pipeline fills and drains once. The result is infinite if a stage has no
+    work.
+    """
+    stages = gpu_stages(run)
+    if stages is None:
+        return float("inf")
+    prices = GpuPrices(run, figures, machine)
+    layer = prices.layer_forward()
+    if run.zero == 3:
+        layer = _gathered(prices, layer, NOTHING)[0]
+    stage_seconds = []
+    for stage in stages:
+        work = layer.times(stage.layers)
+        work += prices.embedding(False) if stage.embedding else NOTHING
+        work += prices.head(False) if stage.head else NOTHING
+        stage_seconds.append(work.seconds + prices.sent())
+    slowest = max(stage_seconds)
+    return run.accumulation * slowest + (sum(stage_seconds) - slowest) / run.chunks
+
+
+def resident_bytes(run: GpuRun) -> float:
+    """Return the bytes that a run occupies between its steps, on the stage with most: parameters and optimizer state.
+
+    Gradients are freed after an update. All stages of the run have work.
+    """
+    stages = gpu_stages(run)
+    assert stages is not None
+    return max(
+        sum(
+            parameters * (12.0 / (replicas if run.zero else 1) + 2.0 / (replicas if run.zero == 3 else 1))
+            for parameters, replicas in run.split_parameters(stage.layers, _tables(run, stage))
+        )
+        for stage in stages
+    )
+
+
 def _gathered(prices: GpuPrices, forward: Pass, backward: Pass) -> tuple[Pass, Pass]:
     """Return the passes of one layer under ZeRO stage 3, overlapped with its collectives over replicas.
 

@@ -7,9 +7,11 @@ from autoshard.serving.config_estimates import fewest_devices as fewest_devices
 from autoshard.serving.config_estimates import least_estimate as least_estimate
 from autoshard.serving.decoder_counts import Decoder as Decoder
 from autoshard.serving.decoder_counts import train_state_bytes as train_state_bytes
+from autoshard.serving.decoder_estimate import Layout as Layout
 from autoshard.serving.decoder_estimate import StepAsked as StepAsked
 from autoshard.serving.decoder_estimate import StepEstimate as StepEstimate
 from autoshard.serving.decoder_estimate import estimate_step as estimate_step
+from autoshard.serving.decoder_estimate import layout_estimate as layout_estimate
 from autoshard.serving.estimate_report import estimate_figures as estimate_figures
 from autoshard.serving.estimate_report import estimates_report as estimates_report
 from autoshard.serving.serving_check import CheckedStep as CheckedStep
@@ -22,6 +24,7 @@ from autoshard.serving.serving_layouts import serving_specs as serving_specs
 from autoshard.serving.serving_model import LEAST_CHUNK as LEAST_CHUNK
 from autoshard.serving.serving_model import MEMORY_SHARE as MEMORY_SHARE
 from autoshard.serving.serving_model import STORED_BYTES as STORED_BYTES
+from autoshard.serving.serving_model import Engines as Engines
 from autoshard.serving.serving_model import ServingEngine as ServingEngine
 from autoshard.serving.serving_model import ServingLimits as ServingLimits
 from autoshard.serving.serving_model import ServingPoint as ServingPoint

@@ -35,11 +35,14 @@ class StepAsked:
     """The step whose memory and time are estimated."""
 
     batch: int
-    """Number of sequences over all devices."""
+    """Number of sequences over all devices, of each microbatch if there are several."""
     seq: int
     """Tokens of a sequence; in a decoding step those in its cache."""
     kind: str = "train"
-    """`train`, `infer` (a forward pass), `prefill` or `decode`."""
+    """`train`, `infer` (a forward pass), `score`, `prefill` or `decode`.
+
+    `score` is a forward pass with parameters split as in training, as for log-probabilities of samples.
+    """
     remat: str = "none"
     """The policy of recomputation in training, one of `REMATS`."""
     param_bytes: float = 4
@@ -56,6 +59,13 @@ class StepAsked:
     """Tokens of a prompt of which `chunk` is a part."""
     room: int = 0
     """Tokens of each sequence for which the cache has room; `seq` if that is more."""
+    microbatches: int = 1
+    """Number of microbatches of a training step or of scoring; gradients of a step are summed before the update."""
+
+    @property
+    def shards_weights(self) -> bool:
+        """True if all devices split the parameters, which are gathered layer by layer."""
+        return self.kind in ("train", "score")
 
     @property
     def training(self) -> bool:
@@ -216,9 +226,12 @@ class _Estimated:
             # Gathers overlap with the forward pass, gathers and scatters with the backward pass.
             exposed = float(smooth_max(first, gathers) - first + smooth_max(second, gathers + scatters) - second)
         else:
-            compute, exposed = forward + head, 0.0
-        exposed += passes * sent
-        flops = self._model_flops()
+            compute, exposed, update = forward + head, 0.0, 0.0
+            if self.asked.shards_weights:
+                exposed = float(smooth_max(compute, self._gathered()) - compute)
+        count = self.asked.microbatches
+        compute, exposed = count * (compute - update) + update, count * (exposed + passes * sent)
+        flops = count * self._model_flops()
         step = compute + exposed
         topology = self.compute.topology
         peak = topology.peak_flops("bf16") * topology.num_devices
@@ -413,11 +426,12 @@ class _Estimated:
     def memory_bytes(self) -> dict[str, float]:
         """Return the bytes of one device by kind; a kind that the step lacks is absent.
 
-        Training splits parameters, moments and gradients over all devices; other steps have a copy of the parameters
-        for each `data`. Only `prefill` and `decode` have a cache, of all sequences at `seq` tokens, or at `room`.
+        Training splits parameters, moments and gradients over all devices, and scoring parameters. Other steps have a
+        copy of the parameters for each `data`. Only `prefill` and `decode` have a cache, of all sequences at `seq`
+        tokens, or at `room`.
         """
         decoder, asked, model = self.decoder, self.asked, self.model
-        parts = model * (self.data if asked.training else 1)
+        parts = model * (self.data if asked.shards_weights else 1)
         # Each group has all attention weights. Embedding and head are stored in at least two bytes.
         ends = (1 if decoder.tied else 2) * decoder.vocabulary * decoder.width
         attention = (decoder.layers + decoder.ahead) * decoder.attention_params
@@ -449,6 +463,6 @@ class _Estimated:
         if asked.kind in ("prefill", "decode"):
             stored_tokens = self.sequences * max(asked.seq, asked.room)
             sizes["cache"] = decoder.kv_bytes(stored_tokens, asked.cache_bytes) / self._kv_parts()
-        rows = self.tokens if asked.kind == "infer" else asked.batch / self.data
+        rows = self.tokens if asked.kind in ("infer", "score") else asked.batch / self.data
         sizes["temporaries"] = layer + 4.0 * rows * columns
         return sizes

@@ -8,7 +8,7 @@ from typing import Any
 from autoshard.cost import Topology
 from autoshard.report.display import clean
 from autoshard.serving.serving_layouts import ServingDims, ServingSpecs, serving_specs
-from autoshard.serving.serving_model import MEMORY_SHARE, ServingEngine, ServingPoint
+from autoshard.serving.serving_model import ServingEngine, ServingPoint
 from autoshard.serving.serving_plan import ServingPlan
 
 
@@ -206,7 +206,7 @@ def _command(
         words.append(f"--data-parallel-size {engines}")
         copies = 1
     words += ["--enable-expert-parallel"] if engine.experts > 1 else []
-    words += [f"--max-model-len {asked.input + asked.output}", *sizes, f"--gpu-memory-utilization {MEMORY_SHARE}"]
+    words += [f"--max-model-len {asked.input + asked.output}", *sizes, f"--gpu-memory-utilization {plan.memory_share}"]
     cache = _CACHES.get((traits.name, asked.cache))
     words += [f"--kv-cache-dtype {cache}"] if cache else []
     words += [f"--additional-config {_quoted(added)}"] if added else []

@@ -151,7 +151,7 @@ class ServingPoint:
         return self.peak_bytes <= self.limit_bytes
 
 
-class _Engines:
+class Engines:
     """Engines of one kind on all of a topology, and the cost of their steps."""
 
     def __init__(self, decoder: Decoder, compute: Compute, asked: ServingRequests, engine: ServingEngine) -> None:
@@ -174,12 +174,14 @@ class _Engines:
         """
         return layout_estimate(self.decoder, self.compute, self._asked(kind, sequences, length, chunk), self.layout)
 
-    def memory_bytes(self, sequences: int, chunk: int = 0) -> dict[str, float]:
-        """Return the bytes of one device by kind, in a decoding step in which all sequences end their answers.
+    def memory_bytes(self, sequences: int, chunk: int = 0, length: int | None = None) -> dict[str, float]:
+        """Return the bytes of one device by kind, in a decoding step of engines with `sequences` each.
 
-        Each engine has `sequences` of them; `chunk` are tokens of prompts of each group.
+        - `chunk`: tokens of prompts of each group.
+        - `length`: tokens of a sequence in the cache; None for a prompt with its whole answer.
         """
-        step = self._asked("decode", sequences, self.asked.input + self.asked.output, chunk)
+        full = self.asked.input + self.asked.output
+        step = self._asked("decode", sequences, full if length is None else length, chunk)
         return layout_bytes(self.decoder, self.compute, step, self.layout)
 
     @functools.cached_property
@@ -265,7 +267,7 @@ class _Engines:
 
 
 def _separate_engines(
-    point: ServingPoint, own: _Engines, others: Sequence[_Engines], limits: ServingLimits
+    point: ServingPoint, own: Engines, others: Sequence[Engines], limits: ServingLimits
 ) -> ServingPoint | None:
     """Return the best point at which the engines of `point` only decode and others only compute prompts.
 
@@ -322,10 +324,10 @@ def serving_point(
     - `asked`: the requests and dtypes.
     - `engine`: the kind of engine.
     - `batch`: sequences of each engine.
-    - `chunk`: tokens of prompts of each group in a step; None for the largest of `_Engines.chunks`, a whole prompt.
+    - `chunk`: tokens of prompts of each group in a step; None for the largest of `Engines.chunks`, a whole prompt.
     - `calibration`: measured efficiencies of the chip; None for `load_calibration` of it.
     """
-    engines = _Engines(decoder, Compute(topology, calibration), asked, engine)
+    engines = Engines(decoder, Compute(topology, calibration), asked, engine)
     return next(engines.points(batch, [engines.chunks(batch)[-1] if chunk is None else chunk]))
 
 
@@ -337,7 +339,7 @@ def engine_steps(
     Both are steps of all engines. The decoding step has `batch` sequences an engine. Its time is that at half of the
     answer, its bytes are those at the end of all answers.
     """
-    engines = _Engines(decoder, Compute(topology), asked, engine)
+    engines = Engines(decoder, Compute(topology), asked, engine)
     decode = engines.step("decode", batch, asked.input + asked.output // 2)
     with_cache = dataclasses.replace(decode, bytes=engines.memory_bytes(batch))
     return with_cache, engines.step("prefill", engine.attention, asked.input)
@@ -357,7 +359,7 @@ def serving_points(
     points fit in memory, but need not be within the limits (None: no limits).
     """
     compute, limits = Compute(topology, calibration), limits or ServingLimits()
-    kinds = [_Engines(decoder, compute, asked, engine) for engine in engine_kinds(decoder, topology)]
+    kinds = [Engines(decoder, compute, asked, engine) for engine in engine_kinds(decoder, topology)]
     for_prompts = [each for each in kinds if each.alone.peak_bytes <= each.limit_bytes]
     for engines in kinds:
         for batch in engines.batches():

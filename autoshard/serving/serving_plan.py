@@ -39,6 +39,8 @@ class ServingPlan:
 
     The point with the least time of a token comes first.
     """
+    memory_share: float = MEMORY_SHARE
+    """Share of a device's memory that engines may fill."""
 
 
 def plan_serving(
