@@ -63,6 +63,10 @@ FLAGS = {
         *("--serve", "--state-dtype", "--topology", "--train"),
     },
     "list": {"--debug", "--json", "--quiet"},
+    "rl-plan": {
+        *("--answer", "--answers", "--cache-dtype", "--debug", "--framework", "--json", "--longest", "--prompt"),
+        *("--quiet", "--reference", "--scores", "--sequences", "--staleness", "--topology", "--updates", "--weights"),
+    },
     "serve-plan": {
         *(
             "--cache-dtype",

@@ -91,6 +91,7 @@ def test_every_command_has_the_flag_and_a_section():
         ("list", "models"),
         ("completion", "bash"),
         ("serve-plan", "hf:llama3-8b --topology v6e:2x4 --input 1000 --output 1000"),
+        ("rl-plan", "hf:llama3-8b --topology h100:8 --sequences 64 --prompt 100 --answer 100"),
         ("validate", f"--data {Path(autoshard.__file__).parent / 'validation' / 'questions.json'}"),
     ],
 )

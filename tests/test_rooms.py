@@ -20,11 +20,11 @@ PACKAGE = ROOT / "autoshard"
 
 ROOMS = (
     *("mlir", "program", "graph", "cost", "solver", "planning", "exec", "report", "exports"),
-    *("serving", "degrees", "validation", "cli"),
+    *("serving", "degrees", "reinforcement", "validation", "cli"),
 )
 """Rooms from top to bottom: a room may import those before it."""
 
-RIM = ("serving", "degrees", "validation")
+RIM = ("serving", "degrees", "reinforcement", "validation")
 """Rooms outside of the product: only the command and one another import them."""
 
 SHELVES = {

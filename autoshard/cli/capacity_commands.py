@@ -1,4 +1,4 @@
-"""Commands that compare machines and sizes: `degrees`, `estimate`, `serve-plan` and `sweep`."""
+"""Commands that compare machines and sizes: `degrees`, `estimate`, `rl-plan`, `serve-plan` and `sweep`."""
 
 import argparse
 import contextlib
@@ -113,6 +113,30 @@ def report_serving(arguments: argparse.Namespace, figures: dict[str, Any], answe
         print_json(figures | {"written": [str(arguments.out)]}, answer)
     else:
         print(f"Written: {arguments.out}", file=answer)
+    return 0
+
+
+def run_rl_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
+    """Run `autoshard rl-plan`: print the ways to use chips for reinforcement learning, the fastest first; return 0.
+
+    Raises `UserError` as `plan_rl` does.
+    """
+    need_no_accelerator()
+    from autoshard.reinforcement import RlWorkload, plan_rl, rl_figures, rl_report
+
+    numbers = ("sequences", "prompt", "answer", "answers", "updates", "staleness", "weights", "framework")
+    work = RlWorkload(
+        **{name: getattr(arguments, name) for name in numbers},
+        longest=arguments.longest or arguments.answer,
+        scores=arguments.scores + arguments.reference,
+        references=int(arguments.reference),
+        cache=arguments.cache_dtype,
+    )
+    plan = plan_rl(arguments.program, arguments.topology, work)
+    if arguments.json:
+        print_json(rl_figures(plan), answer)
+    else:
+        print_rich(rl_report(plan), answer)
     return 0
 
 

@@ -183,6 +183,42 @@ def add_estimated(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--state-dtype", metavar="DTYPE", help="dtype of the optimizer's state (default: float32)")
 
 
+def add_reinforcement(parser: argparse.ArgumentParser) -> None:
+    """Add `PROGRAM`, `--topology` and the numbers of a step of reinforcement learning."""
+    parser.add_argument("program", metavar="PROGRAM", help="hf:CONFIG of a decoder")
+    parser.add_argument("--topology", required=True, metavar="CHIP:SHAPE", help="all chips: h100:8*4, v5p:4x4x8 ...")
+    parser.add_argument(
+        "--sequences", required=True, type=positive, metavar="N", help="answers that a step samples and trains"
+    )
+    parser.add_argument("--prompt", required=True, type=positive, metavar="N", help="tokens of a prompt")
+    parser.add_argument("--answer", required=True, type=positive, metavar="N", help="tokens of an answer, on the mean")
+    parser.add_argument("--longest", type=positive, metavar="N", help="tokens of the longest (default: --answer)")
+    parser.add_argument("--answers", type=positive, default=1, metavar="N", help="answers of each prompt (default: 1)")
+    parser.add_argument(
+        "--updates", type=positive, default=1, metavar="N", help="updates of weights in a step (default: 1)"
+    )
+    parser.add_argument(
+        "--scores", type=whole, default=1, metavar="N", help="the trainer's forward passes over samples (default: 1)"
+    )
+    parser.add_argument("--reference", action="store_true", help="score with the weights of a reference model too")
+    parser.add_argument(
+        "--staleness",
+        type=whole,
+        default=1,
+        metavar="N",
+        help="most updates by which samples are older than what they train; 0 for on-policy (default: 1)",
+    )
+    stored = {"choices": ("bf16", "fp8", "int8"), "default": "bf16"}
+    parser.add_argument("--weights", **stored, help="dtype of the sampler's weights (default: bf16)")
+    parser.add_argument("--cache-dtype", **stored, help="dtype of keys and values (default: bf16)")
+    parser.add_argument(
+        "--framework",
+        choices=("torchtitan", "megatron-core"),
+        default="torchtitan",
+        help="framework of trainers on GPUs (default: torchtitan)",
+    )
+
+
 def add_output(
     parser: argparse.ArgumentParser,
     *flags: str,

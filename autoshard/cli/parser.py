@@ -25,6 +25,7 @@ from autoshard.cli.option_groups import (
     add_output,
     add_planning,
     add_program,
+    add_reinforcement,
 )
 from autoshard.cli.option_values import latency, option, positive, prices, seconds, texts, tokens, tolerance, whole
 from autoshard.cli.session import add_on
@@ -269,6 +270,15 @@ def build_parser() -> argparse.ArgumentParser:
     add_output(serve, "--jax", metavar="FILE.py", help="write the best way as shardings in JAX here")
     serve.add_argument(
         "--check", action="store_true", help="plan steps of traced programs at the best way too, and compare"
+    )
+
+    add_reinforcement(
+        _command(
+            commands,
+            "rl-plan",
+            capacity_commands.run_rl_plan,
+            "say which chips sample and which train in reinforcement learning",
+        )
     )
 
     refine = _command(
