@@ -132,7 +132,8 @@ def run_rl_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
         references=int(arguments.reference),
         cache=arguments.cache_dtype,
     )
-    plan = plan_rl(arguments.program, arguments.topology, work)
+    with show_progress(arguments) as progress:
+        plan = plan_rl(arguments.program, arguments.topology, work, progress)
     if arguments.json:
         print_json(rl_figures(plan), answer)
     else:

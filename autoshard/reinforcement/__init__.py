@@ -22,4 +22,5 @@ from autoshard.reinforcement.sampler import samplers as samplers
 from autoshard.reinforcement.trainer import Trainer as Trainer
 from autoshard.reinforcement.trainer import TrainerStage as TrainerStage
 from autoshard.reinforcement.trainer import best_trainer as best_trainer
+from autoshard.reinforcement.trainer import eager_stages as eager_stages
 from autoshard.reinforcement.weight_move import predict_move as predict_move

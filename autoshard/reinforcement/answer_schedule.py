@@ -19,7 +19,7 @@ from autoshard.errors import UserError
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 """Multiples of the golden ratio, modulo 1, spread evenly however many there are."""
-_RATIO = 1.25
+_RATIO = 1.5
 """Ratio of the numbers of running sequences between two levels of a schedule."""
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from autoshard.cost import Compute, Topology
 from autoshard.errors import UserError
@@ -80,8 +80,10 @@ class RlPlan:
     """Sentences on shares of the chips on which a part does not fit."""
 
 
-def plan_rl(config: str, topology: str, work: RlWorkload) -> RlPlan:
+def plan_rl(config: str, topology: str, work: RlWorkload, progress: Callable[[str], None] | None = None) -> RlPlan:
     """Return all ways to sample from and train `hf:CONFIG` on a topology, the fastest first.
+
+    `progress` is called with a text for each share of the chips.
 
     Raises `UserError` for a model that is no decoder of known form, numbers that contradict one another, CPUs, and if
     no way fits.
@@ -93,6 +95,8 @@ def plan_rl(config: str, topology: str, work: RlWorkload) -> RlPlan:
     ways: list[RlWay] = []
     failed: list[str] = []
     for sampling, training in ((whole_part(place), whole_part(place)), *share_chips(place)):
+        if progress is not None:
+            progress(f"Pricing {sampling.topology.name} to sample and {training.topology.name} to train")
         try:
             ways += _ways(model, place, work, sampling, training)
         except UserError as error:
@@ -109,41 +113,40 @@ def _ways(model: RlModel, place: Topology, work: RlWorkload, sampling: ChipPart,
     """
     trainer = best_trainer(model, training.topology, work)
     colocated = sampling.topology.num_devices == place.num_devices
-    found = False
-    for mode in _modes(work, colocated):
-        options = [
-            RlWay(mode, trainer, sampler, colocated, offload_s, move)
-            for sampler, offload_s in _fastest(model, work, sampling, trainer, (mode, colocated))
-            for move in [predict_move(model, place, (trainer, sampler), (training, sampling), work.weights)]
-        ]
-        found = found or bool(options)
-        fresh = [way for way in options if way.staleness <= work.staleness]
-        if fresh:
-            yield min(fresh, key=lambda way: way.step_s)
-    if not found:
+    found = _samplers(model, work, sampling, trainer, colocated)
+    if not any(own for own, _ in found):
         raise UserError(
             f"no sampler fits {sampling.topology.name}: its devices cannot store the weights of {model.config} and the "
             f"keys and values of {work.prompt + work.longest} tokens; use more devices, or a shorter --longest."
         )
+    for mode in _modes(work, colocated):
+        options = []
+        for own, offload_s in found:
+            if own:
+                sampler = min(own, key=lambda each: each.steady_s if mode == "continuous" else each.seconds)
+                move = predict_move(model, place, (trainer, sampler), (training, sampling), work.weights)
+                options.append(RlWay(mode, trainer, sampler, colocated, offload_s, move))
+        fresh = [way for way in options if way.staleness <= work.staleness]
+        if fresh:
+            yield min(fresh, key=lambda way: way.step_s)
 
 
-def _fastest(
-    model: RlModel, work: RlWorkload, sampling: ChipPart, trainer: Trainer, mode: tuple[str, bool]
-) -> Iterator[tuple[Sampler, float]]:
-    """Yield the fastest sampler that fits, and the seconds in which the trainer's state leaves and returns.
+def _samplers(
+    model: RlModel, work: RlWorkload, sampling: ChipPart, trainer: Trainer, colocated: bool
+) -> list[tuple[list[Sampler], float]]:
+    """Return the samplers that fit, and the seconds in which the trainer's state leaves their memory and returns.
 
-    On the same chips there may be a second one, with the memory of state that is in the hosts' memory while it samples.
-
-    - `mode`: the order of phases, and True if both work on the same chips.
+    The same chips have two lists. Samplers of the first one fit next to the trainer's state, those of the second one
+    while it is in the hosts' memory.
     """
-    order, colocated = mode
-    for leaves in (False, True) if colocated else (True,):
-        spent = 0.0 if leaves else trainer.resident_bytes
-        own = samplers(model, sampling.topology, work, spent)
-        best = min(own, default=None, key=lambda each: each.steady_s if order == "continuous" else each.seconds)
-        if best is not None:
-            moved = trainer.resident_bytes if leaves and colocated else 0.0
-            yield best, 2 * float(Compute(trainer.topology).host_seconds(moved))
+    if not colocated:
+        return [(list(samplers(model, sampling.topology, work)), 0.0)]
+    state = trainer.resident_bytes
+    copied = 2 * float(Compute(trainer.topology).host_seconds(state))
+    return [
+        (list(samplers(model, sampling.topology, work, spent)), seconds)
+        for spent, seconds in ((state, 0.0), (0.0, copied))
+    ]
 
 
 def _modes(work: RlWorkload, colocated: bool) -> tuple[str, ...]:

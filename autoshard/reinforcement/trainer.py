@@ -137,7 +137,7 @@ def _eager_trainer(model: RlModel, topology: Topology, work: RlWorkload) -> Trai
         resident_bytes=resident_bytes(run) + reference,
         reference_bytes=reference,
         batch=batch,
-        stages=_eager_stages(run),
+        stages=eager_stages(run),
         eager=True,
     )
 
@@ -156,7 +156,7 @@ def _fits_longest(choice: DegreeChoice, work: RlWorkload) -> bool:
     return peak + reference <= choice.limit_bytes
 
 
-def _eager_stages(run: GpuRun) -> tuple[TrainerStage, ...]:
+def eager_stages(run: GpuRun) -> tuple[TrainerStage, ...]:
     """Return the stages of a run; ranks of tensor parallelism are adjacent, replicas next, stages outermost."""
     stages = gpu_stages(run) or ()
     each = run.topology.num_devices // run.pp

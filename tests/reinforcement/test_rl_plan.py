@@ -249,7 +249,7 @@ def run(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     return code, *capsys.readouterr()
 
 
-LINE = "rl-plan hf:qwen2.5-7b --topology h100:8*2 --sequences 256 --prompt 500 --answer 1000 --longest 4000"
+LINE = "rl-plan --quiet hf:qwen2.5-7b --topology h100:8*2 --sequences 256 --prompt 500 --answer 1000 --longest 4000"
 
 
 def test_the_report_names_ways_degrees_and_commands(capsys: pytest.CaptureFixture[str], monkeypatch):
