@@ -48,6 +48,7 @@ from autoshard.program.kernels.grouped_kernels import GroupedTiles as GroupedTil
 from autoshard.program.kernels.ring_attention import ring_attention as ring_attention
 from autoshard.program.kernels.ring_pieces import ring_side as ring_side
 from autoshard.program.kernels.splash_attention import GPU_AUTO as GPU_AUTO
+from autoshard.program.kernels.splash_attention import kernel_work as kernel_work
 from autoshard.program.load import config_program as config_program
 from autoshard.program.load import load_program as load_program
 from autoshard.program.load import load_rules as load_rules

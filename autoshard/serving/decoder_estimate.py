@@ -15,6 +15,7 @@ from autoshard.cost.compute import Compute, smooth_max
 from autoshard.cost.device_mesh import make_mesh
 from autoshard.cost.topology import Topology
 from autoshard.errors import UserError
+from autoshard.program import kernel_work
 from autoshard.serving.decoder_counts import Decoder
 
 
@@ -209,7 +210,7 @@ class _Estimated:
     def estimate(self) -> StepEstimate:
         """Return the estimate of time, memory and MFU.
 
-        In training, gathers of parameters and scatters of gradients overlap with compute as in plans (`smooth_max`).
+        In training, gathers of parameters and scatters of gradients overlap with compute as in plans (`_waited`).
         Exchanges between a copy's devices are always exposed.
         """
         forward, backward = self._layers()
@@ -221,14 +222,14 @@ class _Estimated:
             again = {"full": forward, "dots": self._attention(2) + self._streamed()}.get(self.asked.remat, 0.0)
             gathers, scatters = self._gathered(), self._scattered()
             update = float(self.compute.memory_seconds(self._updated_bytes()))
-            compute = forward + backward + again + 3 * head + update
+            compute = forward + backward + again + 3 * head + self._stacked() + update
             first, second = forward + head, backward + again + 2 * head
             # Gathers overlap with the forward pass, gathers and scatters with the backward pass.
-            exposed = float(smooth_max(first, gathers) - first + smooth_max(second, gathers + scatters) - second)
+            exposed = self._waited(first, gathers) + self._waited(second, gathers, scatters)
         else:
             compute, exposed, update = forward + head, 0.0, 0.0
             if self.asked.shards_weights:
-                exposed = float(smooth_max(compute, self._gathered()) - compute)
+                exposed = self._waited(compute, self._gathered())
         count = self.asked.microbatches
         compute, exposed = count * (compute - update) + update, count * (exposed + passes * sent)
         flops = count * self._model_flops()
@@ -239,6 +240,22 @@ class _Estimated:
             {"data": self.data, "model": self.model}, self.asked, step, compute, exposed, self.memory_bytes(),
             topology.usable_bytes, flops / peak / step,
         )  # fmt: skip
+
+    def _waited(self, compute: float, gathers: float, scatters: float = 0.0) -> float:
+        """Return the seconds by which gathers and scatters make a pass of `compute` seconds longer.
+
+        The compiler runs a share of them next to compute (`Calibration.gather_overlap` and `reduction_overlap`), as
+        plans price it. The rest runs alone.
+        """
+        figures, several = self.compute.calibration, self.compute.topology.slices > 1
+        early = figures.network_overlap if several else figures.gather_overlap
+        late = figures.network_overlap if several else figures.reduction_overlap
+        alone = (1 - early) * gathers + (1 - late) * scatters
+        return alone + float(smooth_max(compute, early * gathers + late * scatters)) - compute
+
+    def _stacked(self) -> float:
+        """Return the seconds in which a loop over layers copies what it saves into its stacks: a read and a write."""
+        return float(self.compute.memory_seconds(2 * self._saved_bytes()))
 
     def _model_flops(self) -> float:
         """Return the model FLOPs of the step; a decoding step attends to its whole cache."""
@@ -337,17 +354,37 @@ class _Estimated:
         sizes = (decoder.head_size,) * 2
         if decoder.latent is not None:
             sizes = (decoder.latent.head_size, decoder.latent.value)
-        seen = decoder.attention_flops_per_token(length) / (2.0 * decoder.heads * sum(sizes) * layers)
-        scores = sequences * length * seen * decoder.heads / heads
+        rows = sequences * decoder.heads / heads
         if self.compute.topology.traits.attention == "plain":
-            rows = sequences * decoder.heads / heads
             pair = [
                 float(self.compute.dot_seconds(length, n, k, rows)) for n, k in ((length, sizes[0]), (sizes[1], length))
             ]
             return layers * sum(pair) * passes / 2
         size = 2.0 * tokens * (2 * decoder.heads / heads) * sum(sizes)
         head, value = sizes
-        return layers * float(self.compute.attention_seconds(scores, head, value, passes, "bf16", size))
+        share, steps = self._kernel_work(length)
+        busy = self.compute.attention_seconds(rows * length * length * share, head, value, passes, "bf16", size)
+        return layers * float(busy + self.compute.step_seconds(rows * steps))
+
+    def _kernel_work(self, length: int) -> tuple[float, float]:
+        """Return the share of a head's scores that a kernel computes, and its grid steps, on the mean of all layers.
+
+        Kernels of TPUs compute whole blocks of scores, those of GPUs nearly only the scores that are seen.
+        """
+        decoder = self.decoder
+        if self.compute.topology.traits.attention != "splash":
+            sizes = 2 * decoder.head_size
+            if decoder.latent is not None:
+                sizes = decoder.latent.head_size + decoder.latent.value
+            layers = decoder.layers + decoder.ahead
+            return decoder.attention_flops_per_token(length) / (2.0 * decoder.heads * sizes * layers * length), 0.0
+        size = decoder.head_size if decoder.latent is None else decoder.latent.head_size
+        full = kernel_work(length, None, size)
+        if decoder.window is None or decoder.window >= length:
+            return full
+        local = kernel_work(length, decoder.window, size)
+        windowed = 1 - 1 / decoder.global_every
+        return full[0] + windowed * (local[0] - full[0]), full[1] + windowed * (local[1] - full[1])
 
     def _kv_parts(self) -> int:
         """Return the number of parts of a sequence's keys and values; devices beyond the heads have copies.
@@ -423,6 +460,27 @@ class _Estimated:
         # Parameter and moments are read and written. The gradient is read, in four bytes.
         return share * (2 * (asked.param_bytes + 2 * asked.state_bytes) + 4)
 
+    def _widths(self) -> dict[str, int]:
+        """Return the elements for one token of each intermediate of a layer; those of experts in all active ones."""
+        decoder = self.decoder
+        widths = decoder.activation_widths()
+        if decoder.experts > 1:
+            inner = (decoder.active_experts + decoder.shared_experts) * decoder.expert_inner
+            widths |= {name: inner for name in ("gate", "up", "product") if name in widths}
+        return widths
+
+    def _saved_bytes(self) -> float:
+        """Return the bytes of what one device saves for the backward pass."""
+        widths = self._widths()
+        # Policy -> intermediates that are saved; `dots` recomputes norms and the gated product.
+        saved = {
+            "full": ("input",),
+            "dots": tuple(set(widths) - {"normed", "mlp_normed", "product"}),
+            "none": tuple(widths),
+        }[self.asked.remat]
+        layers = self.decoder.layers + self.decoder.ahead
+        return 2.0 * layers * self.tokens / self.model * sum(widths[name] for name in saved)
+
     def memory_bytes(self) -> dict[str, float]:
         """Return the bytes of one device by kind; a kind that the step lacks is absent.
 
@@ -439,22 +497,12 @@ class _Estimated:
         stored = asked.param_bytes * (decoder.params - ends + repeated) + max(2.0, asked.param_bytes) * ends
         sizes = {"parameters": stored / parts}
         columns = decoder.vocabulary / model
-        widths = decoder.activation_widths()
-        if decoder.experts > 1:
-            inner = (decoder.active_experts + decoder.shared_experts) * decoder.expert_inner
-            widths |= {name: inner for name in ("gate", "up", "product") if name in widths}
+        widths = self._widths()
         layer = 2.0 * self.tokens / model * sum(widths.values())
         if asked.training:
             sizes["optimizer state"] = 2 * asked.state_bytes * decoder.params / parts
             sizes["gradients"] = asked.param_bytes * decoder.params / parts
-            # Policy -> intermediates that are saved; `dots` recomputes norms and the gated product.
-            saved = {
-                "full": ("input",),
-                "dots": tuple(set(widths) - {"normed", "mlp_normed", "product"}),
-                "none": tuple(widths),
-            }[asked.remat]
-            layers = decoder.layers + decoder.ahead
-            sizes["saved"] = 2.0 * layers * self.tokens / model * sum(widths[name] for name in saved)
+            layers, sizes["saved"] = decoder.layers + decoder.ahead, self._saved_bytes()
             # Gathered parameters in 16 bits: those of a layer, and of the next one in advance.
             gathered = 2.0 * 2.0 * decoder.params / layers / model if self.data > 1 else 0.0
             # Logits and their gradient are live between the last layer and its backward pass, not during a layer.

@@ -26,6 +26,8 @@ ROWS: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma2-9b v6e-64 full": ("gemma2-9b", {"train": True, "batch": 128, "seq": 4096, "remat": "full"}, "v6e:8x8"),
     "gpt2-xl v5e-16 full": ("gpt2-xl", {"train": True, "batch": 128, "seq": 1024, "remat": "full"}, "v5e:4x4"),
     "gpt2-xl v5e-16 dots": ("gpt2-xl", {"train": True, "batch": 64, "seq": 1024, "remat": "dots"}, "v5e:4x4"),
+    "llama3-8b h100-8 full": ("llama3-8b", {"train": True, "batch": 16, "seq": 8192, "remat": "full"}, "h100:8"),
+    "llama3-70b h100-64 full": ("llama3-70b", {"train": True, "batch": 64, "seq": 8192, "remat": "full"}, "h100:8*8"),
     "llama3-8b decode v6e-8": ("llama3-8b", {"serve": "decode", "batch": 64, "seq": 4096}, "v6e:2x4"),
     "llama3-8b prefill v6e-8": ("llama3-8b", {"serve": "prefill", "batch": 8, "seq": 4096}, "v6e:2x4"),
 }

@@ -246,6 +246,17 @@ def _work(length: int, keys: int, causal: bool, window: int | None, size: int, b
     return share * 4.0 * rows * columns * size + _STEP * steps + _MOVED * moved
 
 
+def kernel_work(length: int, window: int | None, size: int) -> tuple[float, int]:
+    """Return the share of one head's causal scores that a kernel with default blocks computes, and its grid steps.
+
+    The share is that of `length` x `length` scores, and above 1 where padding needs more; others as in `block_of`.
+    """
+    side = block_of(length, length, True, window, size)
+    rows = padded(length, side)
+    share = computed_share(rows, rows, True, window, (side, side)) * (rows / length) ** 2
+    return share, grid_steps(rows, rows, True, window, (side, side))
+
+
 def padded(length: int, block: int) -> int:
     """Return the least multiple of `block` that is no less than `length`."""
     return -(-length // block) * block
