@@ -214,7 +214,7 @@ def add_reinforcement(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--framework",
         choices=("torchtitan", "megatron-core"),
-        default="torchtitan",
+        default="",
         help="framework of trainers on GPUs (default: torchtitan)",
     )
 

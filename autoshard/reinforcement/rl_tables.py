@@ -10,6 +10,7 @@ from rich.text import Text
 
 from autoshard.base.units import format_bytes, format_count, format_seconds
 from autoshard.reinforcement.rl_plan import MODES, RlPlan, RlWay
+from autoshard.reinforcement.trainer import Trainer
 from autoshard.report.display import clean
 from autoshard.serving import ServingLimits, ServingPlan, ServingPoint, ServingRequests, vllm_commands
 
@@ -17,9 +18,10 @@ from autoshard.serving import ServingLimits, ServingPlan, ServingPoint, ServingR
 MOST_SHOWN = 8
 """Most ways of the table, apart from the fastest in turn on the same and on own chips, which have a row anyway."""
 _NOTE = (
-    "By closed form; no program is traced. Times of samplers are 10 % off in the median of measured points, those of "
-    "trainers within 21 % in nine of ten runs on GPUs, and 16 % off on TPUs. Moves are least times. Rewards, data and "
-    "start-up of phases are not counted: published steps took 1.5 times as long in the median, with the same degrees."
+    "A way has a line for its sampler and one for its trainer. By closed form; no program is traced. Times of samplers "
+    "are 10 % off in the median of measured points, those of trainers within 21 % in nine of ten runs on GPUs, and "
+    "16 % off on TPUs. Moves are least times. Rewards, data and start-up of phases are not counted: published steps "
+    "took 1.5 times as long in the median, with the same degrees."
 )
 
 
@@ -92,9 +94,9 @@ def rl_report(plan: RlPlan) -> RenderableType:
     """Return the table of the fastest ways, and of the fastest one degrees, moved bytes, idle time and commands."""
     work, best = plan.work, plan.ways[0]
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    for name in ("chips", "order", "sampler", "trainer"):
+    for name in ("order", "chips", "layout"):
         table.add_column(name, no_wrap=True)
-    for name in ("sample", "score", "train", "move", "step", "tok/s", "idle %", "GiB"):
+    for name in ("time", "idle", "GiB", "move", "step", "tok/s"):
         table.add_column(name, justify="right", no_wrap=True)
     for way in shown_ways(plan):
         table.add_row(*_cells(plan, way), style="bold" if way is best else "")
@@ -110,27 +112,30 @@ def rl_report(plan: RlPlan) -> RenderableType:
 
 
 def _cells(plan: RlPlan, way: RlWay) -> tuple[str, ...]:
-    """Return the texts of a way's row."""
-    sampler, trainer, engine = way.sampler, way.trainer, way.sampler.engine
-    chips = str(plan.topology.num_chips)
-    if not way.colocated:
-        chips = f"{sampler.topology.num_chips}+{trainer.topology.num_chips}"
+    """Return the texts of a way's row: a line for the sampler above one for the trainer, then those of the step."""
+    sampler, trainer = way.sampler, way.trainer
     degrees = trainer.degrees
-    names = ("dp", "tp", "pp", *(("ep",) if plan.model.decoder.experts > 1 else ())) if trainer.eager else ()
-    words = " ".join(f"{name}{degrees[name]}" for name in names) or f"{degrees['data']}x{degrees['model']}"
-    groups = f"x{engine.attention}" if engine.attention > 1 else ""
-    idle = "" if way.colocated else "/".join(f"{100 * share:.0f}" for share in way.idle)
-    moved = way.move.seconds + way.offload_s
+    names = ("dp", "tp", "pp", *(("ep",) if plan.model.decoder.experts > 1 else ())) if trainer.framework else ()
+    words = " ".join(f"{name}{degrees[name]}" for name in names)
+    idle = () if way.colocated else (f"{100 * share:.0f} %" for share in way.idle)
+    seconds = (way.sample_s, way.learn_s)
     return (
-        chips,
         way.mode,
-        f"{sampler.engines} of {engine.tensor}{groups}",
-        words,
-        *(format_seconds(each) for each in (way.sample_s, trainer.score_s, trainer.train_s, moved, way.step_s)),
+        f"{sampler.topology.num_chips}\n{trainer.topology.num_chips}",
+        f"{_counted(sampler.engines, 'engine')} of {sampler.engine.devices}\n{words or _mesh(trainer)}",
+        "\n".join(map(format_seconds, seconds)),
+        "\n".join(idle),
+        f"{sampler.peak_bytes / 2**30:.0f}\n{trainer.peak_bytes / 2**30:.0f}",
+        format_seconds(way.move.seconds + way.offload_s),
+        format_seconds(way.step_s),
         format_count(plan.work.tokens / way.step_s),
-        idle,
-        f"{sampler.peak_bytes / 2**30:.0f}/{trainer.peak_bytes / 2**30:.0f}",
     )
+
+
+def _mesh(trainer: Trainer) -> str:
+    """Return the mesh of a first estimate as text, without axes of one device."""
+    sizes = {axis: int(trainer.degrees[axis]) for axis in ("data", "model")}
+    return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "data=1"
 
 
 def _sentences(plan: RlPlan, way: RlWay) -> list[str]:
@@ -154,6 +159,10 @@ def _sentences(plan: RlPlan, way: RlWay) -> list[str]:
             f"Less than half of the sampler's seats are busy in {format_seconds(sampler.drained_s)} of "
             f"{format_seconds(sampler.seconds)}, while the longest answers end."
         )
+    lines.append(
+        f"Scores take {format_seconds(trainer.score_s)} and updates {format_seconds(trainer.train_s)} of the trainer's "
+        f"{format_seconds(way.learn_s)}."
+    )
     if way.offload_s:
         lines.append(
             f"{format_bytes(trainer.resident_bytes)} of each device's training state go to the host's memory and back "
@@ -199,11 +208,10 @@ def _train_command(plan: RlPlan, way: RlWay) -> str:
     """Return the command of autoshard that plans one update: `degrees` on GPUs, else `plan`."""
     trainer, work = way.trainer, plan.work
     step = f"{plan.model.config} --topology {trainer.topology.name}"
-    if trainer.eager:
-        return f"autoshard degrees {step} --framework {work.framework} --batch {trainer.batch} --seq {work.length}"
+    if trainer.framework:
+        return f"autoshard degrees {step} --framework {trainer.framework} --batch {trainer.batch} --seq {work.length}"
     degrees = trainer.degrees
-    mesh = ",".join(f"{axis}={degrees[axis]}" for axis in ("data", "model") if int(degrees[axis]) > 1)
     return (
-        f"autoshard plan {step} --train --batch {trainer.batch} --seq {work.length} --mesh {mesh or 'data=1'} "
+        f"autoshard plan {step} --train --batch {trainer.batch} --seq {work.length} --mesh {_mesh(trainer)} "
         f"--remat {degrees['remat']} --microbatches {degrees['microbatches']}"
     )

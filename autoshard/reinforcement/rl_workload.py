@@ -35,8 +35,8 @@ class RlWorkload:
     """Dtype of the sampler's weights, a key of `STORED_BYTES`."""
     cache: str = "bf16"
     """Dtype of keys and values."""
-    framework: str = "torchtitan"
-    """Framework of the trainer on GPUs."""
+    framework: str = ""
+    """Framework of the trainer on GPUs; empty for torchtitan, and for trainers that need none."""
 
     @property
     def length(self) -> int:

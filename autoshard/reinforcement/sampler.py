@@ -66,7 +66,7 @@ class _EngineSampler:
         prompts = -(-self.most // work.answers) * work.prompt
         self.chunk = min(MOST_CHUNK, max(LEAST_CHUNK, 1 << math.ceil(math.log2(prompts))))
         self.chunks = prompts / self.chunk
-        """Steps of a group that also compute prompts; answers of one prompt share its keys and values."""
+        """Steps of a group that also compute prompts; a prompt is computed once for its answers."""
 
     def schedule(self, seats: int) -> AnswerSchedule:
         """Return the schedule of the group with the longest answer."""

@@ -89,8 +89,8 @@ class Trainer:
     batch: int
     """Sequences of one update, padded so that devices divide them."""
     stages: tuple[TrainerStage, ...]
-    eager: bool
-    """True for degrees of an eager framework, False for a first estimate."""
+    framework: str = ""
+    """The eager framework of the degrees; empty for a first estimate."""
 
 
 def best_trainer(model: RlModel, topology: Topology, work: RlWorkload) -> Trainer:
@@ -104,7 +104,12 @@ def best_trainer(model: RlModel, topology: Topology, work: RlWorkload) -> Traine
         except UserError:
             pass
         else:
-            return _eager_trainer(model, topology, work)
+            return _eager_trainer(model, topology, dataclasses.replace(work, framework=work.framework or "torchtitan"))
+    if work.framework:
+        raise UserError(
+            f"--framework {work.framework} has no prices for {model.config} on {topology.name}: it is for GPUs and for "
+            "decoders that `autoshard degrees` knows; leave it out."
+        )
     return _estimated_trainer(model, topology, work)
 
 
@@ -138,7 +143,7 @@ def _eager_trainer(model: RlModel, topology: Topology, work: RlWorkload) -> Trai
         reference_bytes=reference,
         batch=batch,
         stages=eager_stages(run),
-        eager=True,
+        framework=work.framework,
     )
 
 
@@ -216,7 +221,6 @@ def _estimated_trainer(model: RlModel, topology: Topology, work: RlWorkload) -> 
         reference_bytes=reference,
         batch=batch,
         stages=(stage,),
-        eager=False,
     )
 
 

@@ -82,7 +82,7 @@ def its_run(row: dict[str, Any], model: RlModel, topology: Topology, work: RlWor
 
 def its_trainer(run: GpuRun) -> Trainer:
     """Return a trainer with the weights of a run; its seconds and bytes are left out."""
-    return Trainer(run.topology, {}, "", 0.0, 0.0, 0.0, 0.0, 0.0, run.batch, eager_stages(run), True)
+    return Trainer(run.topology, {}, "", 0.0, 0.0, 0.0, 0.0, 0.0, run.batch, eager_stages(run), run.framework)
 
 
 def priced(row: dict[str, Any], model: RlModel, work: RlWorkload) -> tuple[float, float, float]:

@@ -14,6 +14,7 @@ from autoshard.program import read_config, weight_shapes
 from autoshard.reinforcement import (
     RlWorkload,
     best_trainer,
+    eager_stages,
     plan_rl,
     predict_move,
     rl_model,
@@ -164,6 +165,7 @@ def test_state_goes_to_the_host_where_more_seats_repay_it():
         ("v5e:16x16*2", [(256, 256)]),
         ("v5p:4x4x8", [(64, 64)]),
         ("v6e:4x8", [(16, 16)]),
+        ("tpu7x:4x4x8", [(128, 128)]),
     ],
 )
 def test_parts_are_all_devices(name: str, sizes: list[tuple[int, int]]):
@@ -247,6 +249,28 @@ def test_zero_3_gathers_in_place_what_others_store():
     assert half.whole_bytes == pytest.approx(move.whole_bytes / 2 + ends, rel=1e-6)
 
 
+@pytest.mark.parametrize(("tp", "pp", "ep"), [(1, 1, 8), (2, 2, 4), (1, 4, 2), (4, 2, 1)])
+def test_weights_of_stages_and_experts_move_once(tp: int, pp: int, ep: int):
+    """Count the weights of a mixture whose stages and experts are on different GPUs than the sampler."""
+    work = RlWorkload(64, 100, 100, 100)
+    model, whole = rl_model("hf:mixtral-8x7b", work), Topology.parse("h100:8*4")
+    training, sampling = next(pair[::-1] for pair in share_chips(whole) if len(pair[0].devices) == 16)
+    run = GpuRun(model.decoder, training.topology, "megatron-core", 200, 16 // tp // pp, tp, pp, 1, 4, 1, "none", ep=ep)
+    trainer = dataclasses.replace(best_trainer(QWEN, H100, WORK), stages=eager_stages(run))
+    shapes = weight_shapes(model.fields, model.decoder)
+    for sampler in samplers(model, sampling.topology, work):
+        move = predict_move(model, whole, (trainer, sampler), (training, sampling), "bf16")
+        assert move.whole_bytes == sum(2 * count * math.prod(shape) for shape, count in shapes.values())
+        received = [move.received_bytes[device] for device in sampling.devices]
+        assert received == [pytest.approx(sampler.weight_bytes, rel=1e-2)] * 16
+        assert sum(move.received_bytes) == sum(received)
+        # Both islands of the sampler need all weights, unless an engine has devices of both. Its two islands then share
+        # all but attention, which groups repeat.
+        needed = sum(move.entering_bytes) / move.whole_bytes
+        assert 0.98 < needed < 1.06 if sampler.engine.devices == 16 else needed == pytest.approx(2)
+        assert sum(move.leaving_bytes) == pytest.approx(move.whole_bytes)
+
+
 def run(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     code = cli.main(line.split())
     return code, *capsys.readouterr()
@@ -278,10 +302,16 @@ def test_json_has_all_ways(capsys: pytest.CaptureFixture[str]):
     assert first["tokens_per_s"] == pytest.approx(found["tokens"] / first["step_s"])
 
 
-def test_a_tpu_is_planned_with_first_estimates(capsys: pytest.CaptureFixture[str]):
-    line = "rl-plan hf:llama3.1-8b --topology v5p:4x4x8 --sequences 256 --prompt 500 --answer 500"
+def test_the_command_for_a_trainer_on_tpus_plans_its_step(capsys: pytest.CaptureFixture[str]):
+    line = "rl-plan hf:llama-tiny --topology v5e:2x4 --sequences 64 --prompt 40 --answer 40 --quiet --json"
     code, out, _ = run(line, capsys)
-    assert code == 0 and "autoshard plan hf:llama3.1-8b --topology v5p:4x4" in " ".join(out.split())
+    found = json.loads(out)
+    assert code == 0
+    command, place = found["commands"][-1], found["ways"][0]["trainer_topology"]
+    assert command.startswith(f"autoshard plan hf:llama-tiny --topology {place} --train --batch 64 --seq 80 --mesh ")
+    code, out, _ = run(f"{command.removeprefix('autoshard ')} --quiet --json", capsys)
+    planned, way = json.loads(out), found["ways"][0]
+    assert code == 0 and planned["topology"] == place and planned["mesh"]["data"] == way["degrees"]["data"]
 
 
 @pytest.mark.parametrize(
@@ -292,6 +322,10 @@ def test_a_tpu_is_planned_with_first_estimates(capsys: pytest.CaptureFixture[str
         ("--answers 7", "--answers 7 does not divide the 256 sequences"),
         ("--longest 40000", "has 32768 positions, and a prompt of 500 tokens with an answer of 40000 needs 40500"),
         ("--topology cpu:8", "cpu:8 has no accelerators"),
+        (
+            "--topology v5p:2x2x2 --framework torchtitan",
+            "--framework torchtitan has no prices for hf:qwen2.5-7b on v5p",
+        ),
         ("--topology h100:3x3", "h100 has no shape 3x3"),
         ("--topology h100:1", "nothing fits h100:1: the least that a plan needs is"),
         ("--sequences 0", "--sequences"),
