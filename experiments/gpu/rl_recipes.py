@@ -60,6 +60,15 @@ Least: what `rl-plan` counts in a step. Broadcast: whole tensors from one device
 | model | GPUs | trainer | sampler | least s | broadcast s | published s |
 | --- | --- | --- | --- | --- | --- | --- |
 """
+SHARES = """
+## Shares
+
+An asynchronous recipe that states its share of the GPUs, but no mean length of answers. Prompts of 1000 tokens are
+assumed, and the longest answer is the recipe's.
+
+| model | mean of answers | its GPUs, sampling + training | layout | ours | sampler | trainer | order, steps behind |
+| --- | --- | --- | --- | --- | --- | --- | --- |
+"""
 
 
 def gpus(count: int) -> Topology:
@@ -171,6 +180,23 @@ def moves(document: dict[str, Any], names: dict[str, str]) -> str:
     return MOVES + lines
 
 
+def shares(document: dict[str, Any], names: dict[str, str]) -> str:
+    """Return the table of shares."""
+    lines = ""
+    for row in document["shares"]:
+        for mean in row["means"]:
+            work = RlWorkload(
+                row["sequences"], row["prompt"], mean, row["longest"], row["answers"], staleness=row["staleness"],
+                framework="megatron-core",
+            )  # fmt: skip
+            best = plan_rl(names[row["model"]], gpus(row["gpus"]).name, work).ways[0]
+            sampling, training = (each.topology.num_devices for each in (best.sampler, best.trainer))
+            lines += f"| {row['model']} | {mean} | {row['sampling']} + {row['gpus'] - row['sampling']} | "
+            lines += f"tp{row['sampler_tp']}; tp{row['tp']} pp{row['pp']} | {sampling} + {training} | "
+            lines += f"tp{best.sampler.engine.tensor} | {best.trainer.words} | {best.mode}, {best.staleness} |\n"
+    return SHARES + lines
+
+
 def main() -> None:
     document = json.loads((ROOT / "data" / "rl_recipes.json").read_text())
     with tempfile.TemporaryDirectory() as folder:
@@ -180,7 +206,7 @@ def main() -> None:
             path.write_text(json.dumps(fields))
             names[name] = f"hf:{path}"
         names |= {name: f"hf:{name}" for name in ("llama3.1-8b", "llama3.1-70b", "qwen2.5-7b")}
-        text = steps(document, names) + moves(document, names)
+        text = steps(document, names) + moves(document, names) + shares(document, names)
     text += "\n## Sources\n\n" + "".join(f"- {name}: {where}.\n" for name, where in document["sources"].items())
     text += "\n## Not comparable\n\n" + "".join(f"- {each}.\n" for each in document["not_comparable"])
     TABLE.write_text(text)
