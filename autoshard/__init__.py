@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from autoshard.program import from_torch as from_torch
     from autoshard.program import open_source
     from autoshard.program import register_rule as register_rule
+    from autoshard.program import sample_tokens as sample_tokens
     from autoshard.program import stack as stack
     from autoshard.program import trace as trace
 
@@ -72,6 +73,7 @@ _HOMES = {
     "remat_policy": ("autoshard.planning", "remat_policy"),
     "sweep": ("autoshard.planning", "sweep"),
     "register_rule": ("autoshard.program", "register_rule"),
+    "sample_tokens": ("autoshard.program", "sample_tokens"),
     "stack": ("autoshard.program", "stack"),
     "torch_remat_policy": ("autoshard.planning", "torch_remat_policy"),
     "trace": ("autoshard.program", "trace"),

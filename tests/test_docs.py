@@ -65,6 +65,7 @@ EXECUTED = (
     "refining",
     "limits",
     "graphs",
+    "serving",
 )
 
 

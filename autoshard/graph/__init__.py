@@ -41,6 +41,7 @@ from autoshard.graph.memory.stack_layouts import ExtraTraffic as ExtraTraffic
 from autoshard.graph.read_module import argument_origin as argument_origin
 from autoshard.graph.read_module import read_graph as read_graph
 from autoshard.graph.read_module import replace_names as replace_names
+from autoshard.graph.records import TOP_K as TOP_K
 from autoshard.graph.records import Carry as Carry
 from autoshard.graph.records import Constraint as Constraint
 from autoshard.graph.records import FactorKind as FactorKind

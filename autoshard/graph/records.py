@@ -104,6 +104,10 @@ class Tensor:
         return self.bytes // max(1, self.elements)
 
 
+TOP_K = "top_k"
+"""Kind of the op that selects the largest elements of its last dim; XLA's partitioner gathers most of its splits."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Opaque:
     """Rule, work and restrictions of one custom call."""
@@ -208,6 +212,11 @@ class Op:
         assert self.rule is not None
         factors = (*self.rule.operands, *self.rule.results)
         return list(zip((*self.operands, *self.results), factors, strict=True))
+
+    @property
+    def on_shards(self) -> bool:
+        """True if a plan can run the op on shards itself: an opaque call that accepts them, or a top-k."""
+        return self.kind == TOP_K or (self.opaque is not None and self.opaque.on_shards)
 
     @property
     def label(self) -> str:

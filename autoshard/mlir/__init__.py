@@ -97,6 +97,7 @@ from autoshard.mlir.opaque_calls import call_work as call_work
 from autoshard.mlir.opaque_calls import emit_call as emit_call
 from autoshard.mlir.opaque_calls import has_fixed_shapes as has_fixed_shapes
 from autoshard.mlir.opaque_calls import is_by_hand as is_by_hand
+from autoshard.mlir.opaque_calls import read_top_k as read_top_k
 from autoshard.mlir.opaque_calls import remaining_calls as remaining_calls
 from autoshard.mlir.opaque_calls import rule_attribute as rule_attribute
 from autoshard.mlir.opaque_calls import run_on_shards as run_on_shards

@@ -1,17 +1,18 @@
 """Shardy's sharding rules, as an attribute of every op."""
 
+from collections.abc import Sequence
 from typing import Any
 
 
-_CHLO_WHOLE_DIM = frozenset({"chlo.top_k"})
-"""CHLO ops whose last dim no axis may split."""
+_CHLO_SELECTIONS = frozenset({"chlo.top_k"})
+"""CHLO ops whose results are a few elements of the last dim, in order."""
 
 
 def populate_rules(module: Any) -> Any:
     """Write `sdy.sharding_rule` on every op that has one (in place), and return `module`.
 
     Shardy does not know CHLO ops, so they get a rule here. Ops whose operands and results have one shape get an
-    elementwise rule; others get none. The last dim of `chlo.top_k` may differ in size, and needs replication.
+    elementwise rule; others get none. The last dim of `chlo.top_k` is a reduction, and that of its results stays whole.
     """
     from jaxlib.mlir import ir, passmanager
 
@@ -67,23 +68,28 @@ def _mappings(tensors: Any) -> Mappings:
 def _chlo_rule(op: Any) -> Any | None:
     """Return the elementwise rule of a CHLO op; None if its operands and results differ in shape.
 
-    The last dim of `_CHLO_WHOLE_DIM` ops may differ in size.
+    The last dim of `_CHLO_SELECTIONS` is reduced, and their results have one of their own.
     """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import sdy
 
-    shapes = [ir.RankedTensorType(value.type).shape for value in (*op.operands, *op.results)]
-    first = shapes[0]
-    keeps_last = op.name in _CHLO_WHOLE_DIM
-    if keeps_last:
-        if any(shape[:-1] != first[:-1] for shape in shapes):
-            return None
-    elif any(shape != first for shape in shapes):
+    shapes = [list(ir.RankedTensorType(value.type).shape) for value in (*op.operands, *op.results)]
+    first, last = shapes[0], len(shapes[0]) - 1
+
+    def mapping(factors: Sequence[int]) -> Any:
+        """Return the mapping of a tensor whose dims have one factor each."""
+        return sdy.TensorMappingAttr.get([sdy.DimMappingAttr.get([factor]) for factor in factors])
+
+    dims = list(range(len(first)))
+    if op.name in _CHLO_SELECTIONS:
+        selected = mapping([*dims[:-1], last + 1])
+        return sdy.OpShardingRuleAttr.get(
+            [*first, shapes[-1][-1]],
+            [mapping(dims)] * len(op.operands),
+            [selected] * len(op.results),
+            reduction_factors=[last],
+            need_replication_factors=[last + 1],
+        )
+    if any(shape != first for shape in shapes):
         return None
-    mapping = sdy.TensorMappingAttr.get([sdy.DimMappingAttr.get([dim]) for dim in range(len(first))])
-    return sdy.OpShardingRuleAttr.get(
-        list(first),
-        [mapping] * len(op.operands),
-        [mapping] * len(op.results),
-        need_replication_factors=[len(first) - 1] if keeps_last else [],
-    )
+    return sdy.OpShardingRuleAttr.get(first, [mapping(dims)] * len(op.operands), [mapping(dims)] * len(op.results))

@@ -14,6 +14,7 @@ from autoshard.mlir.module import (
     parse_module,
     replace_by_block,
     target_name,
+    tensor_type,
 )
 from autoshard.mlir.module_shardings import COLLECTIVES_MESH, PLACEMENT
 from autoshard.mlir.stated_shardings import rename_meshes
@@ -130,6 +131,14 @@ def rule_attribute(
         permutation_factors=of("permutation"),
         is_custom=True,
     )
+
+
+def read_top_k(op: Any) -> tuple[tuple[int, ...], str, int] | None:
+    """Return shape and dtype of a top-k's operand, and the number of elements that it selects; None for another op."""
+    if op.name != "chlo.top_k":
+        return None
+    shape, dtype, _ = tensor_type(op.operands[0].type)
+    return shape, dtype, tensor_type(op.results[0].type)[0][-1]
 
 
 def call_target(op: Any) -> str:

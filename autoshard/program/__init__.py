@@ -38,6 +38,7 @@ from autoshard.program.jax.layer_stack import read_pipeline as read_pipeline
 from autoshard.program.jax.layer_stack import stack as stack
 from autoshard.program.jax.layer_stack import with_active_pipeline as with_active_pipeline
 from autoshard.program.jax.mla import LatentDims as LatentDims
+from autoshard.program.jax.token_sampling import sample_tokens as sample_tokens
 from autoshard.program.jax.trace import trace as trace
 from autoshard.program.jax.weight_shapes import weight_shapes as weight_shapes
 from autoshard.program.kernels.eight_bits import EightBits as EightBits
@@ -49,6 +50,7 @@ from autoshard.program.kernels.ring_attention import ring_attention as ring_atte
 from autoshard.program.kernels.ring_pieces import ring_side as ring_side
 from autoshard.program.kernels.splash_attention import GPU_AUTO as GPU_AUTO
 from autoshard.program.kernels.splash_attention import kernel_work as kernel_work
+from autoshard.program.kernels.split_top_k import top_k_on_shards as top_k_on_shards
 from autoshard.program.load import config_program as config_program
 from autoshard.program.load import load_program as load_program
 from autoshard.program.load import load_rules as load_rules

@@ -252,7 +252,8 @@ def test_chlo_ops_have_rules() -> None:
     graph = graph_of(lambda x: (jax.scipy.special.erf(x), lax.top_k(x, 2)), f32(8, 4))
     assert ops(graph, "erf")[0].op_class is OpClass.POINTWISE
     (top,) = ops(graph, "top_k")
-    assert top.rule is not None and top.rule.kinds == (FactorKind.PARALLEL, FactorKind.NEED_REPLICATION)
+    assert top.rule is not None and top.rule.sizes == (8, 4, 2)
+    assert top.rule.kinds == (FactorKind.PARALLEL, FactorKind.REDUCTION, FactorKind.NEED_REPLICATION)
     assert graph.without_rule == ()
 
 

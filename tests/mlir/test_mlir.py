@@ -149,12 +149,12 @@ def test_every_op_but_structure_and_constants_gets_a_rule():
 
 
 @pytest.mark.heavy
-def test_top_k_needs_its_last_dim_whole():
+def test_top_k_reduces_its_last_dim_to_one_that_stays_whole():
     module = copy(jax.jit(lambda x: jax.lax.top_k(x, 2)).lower(jnp.zeros((4, 8))))
     mlir.populate_rules(mlir.inline_calls(module))
     (top,) = [op for op in mlir.number_ops(module) if op.name == "chlo.top_k"]
     rule = str(top.attributes["sdy.sharding_rule"])
-    assert "([i, j])->([i, j], [i, j])" in rule and "need_replication={j}" in rule
+    assert "([i, j])->([i, k], [i, k])" in rule and "reduction={j} need_replication={k}" in rule
 
 
 def test_pins_of_values_arguments_loop_values_and_single_uses():

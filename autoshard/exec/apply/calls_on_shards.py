@@ -9,13 +9,15 @@ from typing import Any
 from autoshard import mlir
 from autoshard.errors import UserError
 from autoshard.planning import Call, Plan, Spec
-from autoshard.program import OpaqueCall, Program, lower_on_shards, lower_traced
+from autoshard.program import OpaqueCall, Program, lower_on_shards, lower_traced, top_k_on_shards
 
 
 def lower_calls(
     plan: Plan, ops: Sequence[Any], found: Mapping[str, OpaqueCall], mesh: Any, platform: str
 ) -> tuple[dict[int, bytes], list[Any]]:
-    """Lower the body of every call that stands for a function; return bodies by op number, and objects to keep alive.
+    """Lower the body of every call that stands for a function, and of every top-k that the plan splits.
+
+    Returns the bodies by op number, and objects to keep alive.
 
     - `ops`: ops of the module before any pin (`mlir.number_ops`).
     - `found`: functions behind the calls, by key.
@@ -26,24 +28,30 @@ def lower_calls(
     hand, whose values are shards already. Raises `UserError` for a call whose function is missing, and for a Pallas
     kernel that `platform` cannot run. Other errors of the lowering pass through.
     """
+    import jax
+
     planned = {call.op: call for call in plan.calls}
     bodies: dict[int, bytes] = {}
     lowerings = []
     for number, op in enumerate(ops):
         key = mlir.call_key(op)
-        if not key:
+        selection = mlir.read_top_k(op) if number in planned else None
+        if not key and selection is None:
             continue
         name = key.rpartition("#")[0]
-        if key not in found:
+        if key and key not in found:
             raise UserError(
                 f"the program calls `{name}`, a Python function or kernel that a file does not hold; "
                 "give the Python program that it was traced from."
             )
+        wide = selection is not None and selection[1].endswith("64")
+        function = found[key] if selection is None else _selection(*selection)
         by_hand = mlir.is_by_hand(op)
         call = _whole(number, op) if by_hand else planned.get(number, _whole(number, op))
         operands, results = ([_partition_spec(spec) for spec in side] for side in (call.operands, call.results))
         try:
-            bodies[number], lowering = lower_on_shards(found[key], mesh, operands, results, platform, by_hand)
+            with jax.enable_x64(wide or bool(jax.config.jax_enable_x64)):
+                bodies[number], lowering = lower_on_shards(function, mesh, operands, results, platform, by_hand)
         except ValueError as error:
             if "interpret mode" not in str(error):
                 raise
@@ -58,19 +66,19 @@ def lower_calls(
 def lower_for_compiler(program: Program, plan: Plan, platform: str) -> dict[int, bytes]:
     """Return the bodies of a program's calls, by op number, for a platform whose devices are not present.
 
-    Traces the program again, and returns an empty mapping if it calls no functions. Raises `UserError` as `lower_calls`
-    does.
+    Traces the program again if it calls functions. Raises `UserError` as `lower_calls` does.
     """
     import jax
     from jax.sharding import AbstractMesh, AxisType
 
     with mlir.new_context() as context:
         module = mlir.inline_calls(mlir.parse_module(program.module, context))
-        if not mlir.remaining_calls(module):
-            return {}
         opaque_calls: dict[str, OpaqueCall] = {}
-        traced = jax.jit(lambda *args: program.fn(*args), keep_unused=True).trace(*program.args)
-        lower_traced(traced, opaque_calls, (program.platform,))
+        if mlir.remaining_calls(module):
+            traced = jax.jit(lambda *args: program.fn(*args), keep_unused=True).trace(*program.args)
+            lower_traced(traced, opaque_calls, (program.platform,))
+        elif not plan.calls:
+            return {}
         mesh = AbstractMesh(tuple(plan.mesh.values()), tuple(plan.mesh), axis_types=(AxisType.Auto,) * len(plan.mesh))
         return lower_calls(plan, mlir.number_ops(module), opaque_calls, mesh, platform)[0]
 
@@ -96,6 +104,13 @@ def place_calls(plan: Plan, module: Any, ops: Sequence[Any], bodies: Mapping[int
             )
         mlir.run_on_shards(module, op, plan.mesh, call.operands, call.results)
     mlir.splice(module, {number: ops[number] for number in bodies}, bodies, plan.mesh)
+
+
+def _selection(shape: tuple[int, ...], dtype: str, count: int) -> OpaqueCall:
+    """Return the call of a top-k that selects `count` elements of an operand of this shape and dtype."""
+    import jax
+
+    return OpaqueCall("top_k", (jax.ShapeDtypeStruct(shape, dtype),), top_k_on_shards(count))
 
 
 def _whole(number: int, op: Any) -> Call:

@@ -15,6 +15,7 @@ from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.dim_groups import factor_states, looped_factors
 from autoshard.planning.space.op_strategies import result_states
 from autoshard.planning.xla.axis_assignments import PARTIAL, WHOLE, Emitted, States, decompose, emitted, emitted_gather
+from autoshard.planning.xla.partitioner_rules import called_on_shards, collected_factors
 from autoshard.planning.xla.spatial_splits import in_region
 
 
@@ -27,13 +28,14 @@ def make_pins(model: Model, choices: NDArray[np.int64]) -> tuple[Pin, ...]:
     - values that loops carry, at their entry too (`_carry_pins`);
     - operands that heavy ops consume in another spec than they are stored in (`_operand_pins`);
     - operands of other ops in a loop that does not change them, if they are resharded there (`_invariant_pins`);
-    - results of heavy ops, in the states of `intermediate_states` before the planned one.
+    - results of heavy ops, in the states of `intermediate_states` before the planned one;
+    - results that combine partial ones of all devices, in the state of the combined result before the planned one.
 
     Values that the plan leaves whole are pinned too: the partitioner would otherwise split them like their neighbours
     and gather them later. Values without a cluster are not pinned.
     """
     values: dict[int, list[Spec]] = {}
-    graph, structure = model.graph, model.structure
+    graph, structure, backend = model.graph, model.structure, model.mesh.topology.backend
 
     def pin(tensor: int, before: Sequence[Spec] = ()) -> None:
         """Pin the source of a tensor to its planned spec, after the specs in `before`; replaces an earlier pin. Tensors
@@ -55,6 +57,9 @@ def make_pins(model: Model, choices: NDArray[np.int64]) -> tuple[Pin, ...]:
     for edge in structure.edges:
         if edge.op >= 0 and edge.operand < 0 and graph.ops[edge.op].op_class is OpClass.HEAVY:
             pin(edge.tensor, list(_result_intermediates(model, choices, edge.op, edge.result)))
+        elif edge.op >= 0 and edge.result >= 0 and collected_factors(graph, graph.ops[edge.op], backend):
+            out = graph.ops[edge.op].results[edge.result]
+            pin(out, list(_combined(model, choices, graph.ops[edge.op], out)))
     pins = [
         Pin(*graph.tensors[t].value, spec=spec, name=graph.tensors[t].name)
         for t in sorted(values, key=lambda t: graph.tensors[t].value)
@@ -163,11 +168,32 @@ def _result_intermediates(model: Model, choices: NDArray[np.int64], op_id: int, 
     record = model.graph.tensors[op.results[result]]
     pinned_states = list(intermediate_states(result_state, planned_state, model.collectives, record.bytes))
     summed = tuple(max(s, WHOLE) for s in result_state)
+    if collected_factors(model.graph, op, model.mesh.topology.backend):
+        pinned_states = [summed] if summed != planned_state else []
     if (op.kind in WINDOWED or op.kind == "fft") and not pinned_states and summed != planned_state:
         # Given only the planned spec, the partitioner splits the op itself. It sometimes computes wrong values for
         # windowed ops, and emits FFTs that do not compile.
         pinned_states = [summed]
     return _specs(model, iter(pinned_states), rank)
+
+
+def _combined(model: Model, choices: NDArray[np.int64], op: Op, result: int) -> Iterator[Spec]:
+    """Yield the spec of the combined partial results of a light op, if it is not the planned one of tensor `result`.
+
+    Given only the planned spec, the partitioner splits the op's operands by it, which takes an all-to-all.
+    """
+    assert op.rule is not None
+    collected = collected_factors(model.graph, op, model.mesh.topology.backend)
+    planned = _held(model, choices, result)
+    combined = list(planned)
+    for tensor, dims in zip(op.operands, op.rule.operands, strict=True):
+        if model.structure.cluster_of[tensor] >= 0:
+            held = np.array([_held(model, choices, tensor)])
+            source, _ = decompose(held, dims, op.rule.sizes, model.axis_sizes)
+            for axis in np.flatnonzero(np.isin(source[0], list(collected))):
+                combined[axis] = WHOLE
+    if tuple(combined) != planned:
+        yield from _specs(model, iter([tuple(combined)]), len(model.graph.tensors[result].shape))
 
 
 def _held(model: Model, choices: NDArray[np.int64], tensor: int) -> tuple[int, ...]:
@@ -247,13 +273,18 @@ def _needed(model: Model, choices: NDArray[np.int64], op: Op, operand: int, resu
 
 
 def make_calls(model: Model, choices: NDArray[np.int64]) -> tuple[Call, ...]:
-    """Return the specs of every opaque call that has a sharding rule and runs on shards, in program order."""
+    """Return the specs of the opaque calls with a sharding rule that run on shards, in program order.
+
+    Each top-k that the partitioner would gather is one of them.
+    """
     calls = []
     for op_id, number in sorted(model.op_node.items()):
         op = model.graph.ops[op_id]
-        if op.rule is None or op.opaque is None or not op.opaque.on_shards:
+        if op.rule is None or not op.on_shards:
             continue
         state = model.nodes[number].states[int(choices[number])][None, :]
+        if op.opaque is None and not called_on_shards(op, state, model.axis_sizes, model.mesh.topology.backend)[0]:
+            continue
 
         def specs(tensors: Sequence[int], states: Sequence[States]) -> tuple[Spec, ...]:
             """Return the spec of each tensor in the one state of the same position."""
@@ -264,7 +295,8 @@ def make_calls(model: Model, choices: NDArray[np.int64]) -> tuple[Call, ...]:
         result_rows = [np.maximum(result_states(op, state, r), WHOLE) for r in range(len(op.results))]
         reduced_factors = [f for f, kind in enumerate(op.rule.kinds) if kind is FactorKind.REDUCTION]
         summed = tuple(model.axis_names[a] for a in np.flatnonzero(np.isin(state[0], reduced_factors)))
-        calls.append(Call(op.number, op.opaque.target, operand_specs, specs(op.results, result_rows), summed))
+        name = op.opaque.target if op.opaque is not None else op.kind
+        calls.append(Call(op.number, name, operand_specs, specs(op.results, result_rows), summed))
     return tuple(calls)
 
 

@@ -13,12 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard import mlir
-from autoshard.graph import Op, OpClass
+from autoshard.graph import Op
 from autoshard.planning.forms.export_forms import Rest
 from autoshard.planning.record.spec import Spec
 from autoshard.planning.space.decision_model import Model, Reshard
 from autoshard.planning.space.op_strategies import result_states
 from autoshard.planning.xla.axis_assignments import WHOLE
+from autoshard.planning.xla.partitioner_rules import called_on_shards
 from autoshard.planning.xla.spatial_splits import split_in_space
 
 
@@ -308,12 +309,12 @@ class Propagation:
         return into, out
 
     def _runs_alone(self, op_id: int) -> NDArray[np.bool_]:
-        """Return True for the strategies of an op that specs alone can express: no split in space with halos, no opaque
-        call on shards.
+        """Return True for the strategies of an op that specs alone can express: no split in space with halos, no call
+        on shards.
         """
         op, states = self.model.graph.ops[op_id], self.model.nodes[self.model.op_node[op_id]].states
-        if op.opaque is not None and op.opaque.on_shards:
-            return (states == WHOLE).all(axis=1)
+        if op.on_shards:
+            return ~called_on_shards(op, states, self.model.axis_sizes, self.model.mesh.topology.backend)
         return ~split_in_space(op, states) if op.halos else np.ones(len(states), dtype=bool)
 
     def _cheapest(
@@ -379,6 +380,6 @@ def needs_pins(model: Model, choices: NDArray[np.int64]) -> bool:
         op, state = model.graph.ops[op_id], model.nodes[node].states[int(choices[node])][None, :]
         if op.halos and split_in_space(op, state)[0]:
             return True
-        if op.op_class is OpClass.HEAVY and op.opaque is not None and op.opaque.on_shards and (state != WHOLE).any():
+        if called_on_shards(op, state, model.axis_sizes, model.mesh.topology.backend)[0]:
             return True
     return False

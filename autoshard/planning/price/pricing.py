@@ -39,7 +39,7 @@ from autoshard.planning.xla.axis_assignments import (
     local_elements,
     relabel,
 )
-from autoshard.planning.xla.partitioner_rules import Handling, handling, sliced_by_itself, united
+from autoshard.planning.xla.partitioner_rules import collected_factors, sliced_by_itself, united
 from autoshard.planning.xla.rewritten_sums import summed_whole
 from autoshard.program import Program
 
@@ -220,8 +220,7 @@ class _Pricer(NodePricer):
         source, kept = decompose(held, rule.operands[operand], rule.sizes, self.axes, looped)
         aim, _ = decompose(wanted, rule.results[result], rule.sizes, self.axes)
         reduced = [PARTIAL - f if rule.kinds[f] is FactorKind.REDUCTION else WHOLE for f in range(len(rule.sizes))]
-        factors = range(len(rule.sizes))
-        collected = any(handling(self.graph, op, f, self.mesh.topology.backend) is Handling.COLLECT for f in factors)
+        collected = bool(collected_factors(self.graph, op, self.mesh.topology.backend))
         if collected and operand != result and self.structure.cluster_of[op.operands[result]] >= 0:
             reduced = [WHOLE] * len(reduced)  # the operand at the result's position accounts for the collection
         source = relabel(source, [f if f in outer else reduced[f] for f in range(len(rule.sizes))])
@@ -251,6 +250,7 @@ class _Pricer(NodePricer):
             cluster,
             ValueUse(out, op.id, op.loop, trips),
             ReshardStates(source, source, source, aim, shape, dtype, stacked),
+            collected=bool(collected_factors(self.graph, op, self.mesh.topology.backend)),
         )
 
     def add_heavy_operand(self, op: Op, operand: int, tensor: int, source_node: int, node: int) -> None:

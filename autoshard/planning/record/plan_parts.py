@@ -93,7 +93,7 @@ class Pin:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """An opaque call that every device runs on its shards."""
+    """An opaque call, or a top-k, that every device runs on its shards."""
 
     op: int
     """Number of the op, as in `Pin`."""
@@ -104,7 +104,7 @@ class Call:
     results: tuple[Spec, ...]
     """Spec of each result, of which every device's call returns its shard."""
     summed: tuple[str, ...] = ()
-    """Mesh axes over which results are summed."""
+    """Mesh axes over which results are summed, or gathered and combined."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -197,19 +197,15 @@ def _sort_seconds(work: OpWork, size: Seconds) -> Seconds:
     elements: Seconds | int = first.elements
     if op.rule is not None:
         elements = local_elements(factor_states(work.states, op.rule.operands[0]), first.shape, work.axes)
-    return work.compute.sort_seconds(elements, _sorted_length(graph, op), len(op.operands), size)
+    arrays = sum(graph.tensors[t].shape == first.shape for t in op.operands)
+    return work.compute.sort_seconds(elements, _sorted_length(graph, op), arrays, size)
 
 
 def _sorted_length(graph: OpGraph, op: Op) -> int:
-    """Return the size of the sorted dim: the largest that must stay whole, else the last."""
-    whole = (
-        []
-        if op.rule is None
-        else [
-            size for size, kind in zip(op.rule.sizes, op.rule.kinds, strict=True) if kind is FactorKind.NEED_REPLICATION
-        ]
-    )
-    return max(whole, default=graph.tensors[op.operands[0]].shape[-1])
+    """Return the size of the sorted dim: the largest that is not parallel, else the last."""
+    kinds = () if op.rule is None else zip(op.rule.sizes, op.rule.kinds, strict=True)
+    sizes = [size for size, kind in kinds if kind is not FactorKind.PARALLEL]
+    return max(sizes, default=graph.tensors[op.operands[0]].shape[-1])
 
 
 def _cumulative_seconds(work: OpWork, size: Seconds) -> Seconds:

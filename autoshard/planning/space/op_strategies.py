@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.graph import FactorKind, Op, OpGraph, Rule
+from autoshard.graph import TOP_K, FactorKind, Op, OpGraph, Rule
 from autoshard.planning.space.op_models import model_of
 from autoshard.planning.xla.axis_assignments import PARTIAL, WHOLE, States, enumerate_states, local_elements, relabel
 from autoshard.planning.xla.partitioner_rules import whole_factors
@@ -16,15 +16,29 @@ from autoshard.planning.xla.spatial_splits import even_halos, near_shifts
 def heavy_strategies(graph: OpGraph, op: Op, axes: Sequence[int], backend: str) -> States:
     """Return the strategies of an op: the factor that each mesh axis splits, [strategies, axes].
 
-    `axes` has the sizes of the mesh axes. An op without a rule has one strategy, in which everything is whole. A call
-    that runs on shards has only even splits, in the order of `_in_turn`. Halos must fit into the next shard.
+    `axes` has the sizes of the mesh axes. An op without a rule has one strategy, in which everything is whole. An op
+    that runs on shards has only even splits, in the order of `_in_turn`. Halos must fit into the next shard, and the
+    elements that a top-k selects into each shard.
     """
     if op.rule is None:
         return np.full((1, len(axes)), WHOLE, dtype=np.int64)
-    even = op.opaque is not None and op.opaque.on_shards
+    even = op.on_shards
     states = enumerate_states(op.rule.sizes, axes, whole_factors(graph, op, backend), even)
     states = states[even_halos(op, states, axes) & near_shifts(graph, op, states, axes)]
+    if op.kind == TOP_K:
+        states = states[_selects_few(op.rule, states, axes)]
     return states[_in_turn(op.rule, states, axes, model_of(op).apart)] if even else states
+
+
+def _selects_few(rule: Rule, states: States, axes: Sequence[int]) -> NDArray[np.bool_]:
+    """Return a mask of the states in which a shard has as many elements as a top-k selects.
+
+    Shards of fewer elements are cheaper to gather than their results, which have places too.
+    """
+    (reduced,) = (f for f, kind in enumerate(rule.kinds) if kind is FactorKind.REDUCTION)
+    (selected,) = (f for f, kind in enumerate(rule.kinds) if kind is FactorKind.NEED_REPLICATION)
+    local = local_elements(np.where(states == reduced, 0, WHOLE), [rule.sizes[reduced]], axes)
+    return (states != reduced).all(axis=1) | (local >= rule.sizes[selected])
 
 
 def _in_turn(rule: Rule, states: States, axes: Sequence[int], apart: bool) -> NDArray[np.bool_]:

@@ -27,7 +27,7 @@ class Handling(enum.StrEnum):
     SUM = "sum"
     """Every device computes a partial sum; the partial sums are reduced afterwards."""
     COLLECT = "collect"
-    """Every device computes a partial result; all are gathered and combined (reductions of several operands)."""
+    """Every device computes a partial result; all are gathered and combined."""
     HALO = "halo"
     """Shards fetch the elements that their windows reach into from their neighbours, in a manual region of the plan."""
     SHIFT = "shift"
@@ -75,7 +75,7 @@ def _on_compound_dim(graph: OpGraph, op: Op, factor: int) -> bool:
     The result is False for calls that run on shards. Their last factor is the block that must stay whole, and
     `heavy_strategies` splits it only if the factors before it have local size 1.
     """
-    if op.rule is None or (op.opaque is not None and op.opaque.on_shards):
+    if op.rule is None or op.on_shards:
         return False
     return any(factor in dim and len(dim) > 1 for dims in (*op.rule.operands, *op.rule.results) for dim in dims)
 
@@ -86,8 +86,8 @@ def _region_by_hand(graph: OpGraph, op: Op, factor: int) -> bool:
 
 
 def _called_by_hand(graph: OpGraph, op: Op, factor: int) -> bool:
-    """Return True for an opaque call inside a manual region of the program, whose operands are shards already."""
-    return bool(op.manual) and op.opaque is not None and op.opaque.on_shards
+    """Return True for an op on shards inside a manual region of the program, whose operands are shards already."""
+    return bool(op.manual) and op.on_shards
 
 
 def _reshards_by_little(graph: OpGraph, op: Op, factor: int) -> bool:
@@ -122,7 +122,7 @@ _ROWS = (
     HandlingRow("reverse", FactorKind.PERMUTATION, Handling.SWAP),
     HandlingRow("rotate", FactorKind.PERMUTATION, Handling.SWAP),
     HandlingRow("slice", FactorKind.PERMUTATION, Handling.SHIFT, _reshards_by_little),
-    HandlingRow("top_k", None, Handling.WHOLE, backend="cpu"),
+    HandlingRow("top_k", FactorKind.REDUCTION, Handling.COLLECT),
 )
 
 TABLE: dict[str, tuple[HandlingRow, ...]] = {
@@ -152,6 +152,31 @@ def whole_factors(graph: OpGraph, op: Op, backend: str) -> frozenset[int]:
     """Return the factors, by number, that no strategy splits; empty for an op without a rule."""
     count = len(op.rule.sizes) if op.rule else 0
     return frozenset(f for f in range(count) if handling(graph, op, f, backend) is Handling.WHOLE)
+
+
+def collected_factors(graph: OpGraph, op: Op, backend: str) -> frozenset[int]:
+    """Return the factors, by number, whose partial results are gathered and combined; none for an op without a rule."""
+    count = len(op.rule.sizes) if op.rule else 0
+    return frozenset(f for f in range(count) if handling(graph, op, f, backend) is Handling.COLLECT)
+
+
+def called_on_shards(op: Op, states: States, axes: Sequence[int], backend: str) -> NDArray[np.bool_]:
+    """Return a mask of the states in which an op's splits need a call on shards, [states].
+
+    The partitioner itself splits a top-k along its rows, for TPUs and GPUs, if no device repeats the work of another.
+
+    - `states`: factor that each mesh axis splits, [states, axes].
+    - `axes`: sizes of the mesh axes.
+    - `backend`: `cpu`, `tpu` or `gpu`.
+    """
+    split: NDArray[np.bool_] = (states >= 0).any(axis=1)
+    if not op.on_shards or op.rule is None:
+        return np.zeros_like(split)
+    if op.opaque is not None or backend == "cpu":
+        return split
+    parallel = [f for f, kind in enumerate(op.rule.kinds) if kind is FactorKind.PARALLEL]
+    alone = (np.isin(states, parallel) | (np.array(axes) == 1)).all(axis=1)
+    return split & ~alone
 
 
 def inner_collectives(graph: OpGraph, op: Op, states: States, axes: Sequence[int], backend: str) -> list[Inner]:

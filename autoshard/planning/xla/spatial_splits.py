@@ -153,14 +153,14 @@ def halo_exchanges(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) 
 def near_shifts(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) -> NDArray[np.bool_]:
     """Return a mask of the states in which a slice's or pad's result shards need only neighbouring operand shards.
 
-    All states of other ops satisfy it.
+    All states of other ops satisfy it. Shards of fewer elements than there are devices would be sent to all of them.
     """
     near = np.ones(len(states), dtype=bool)
     for factor, places in op.offsets:
         before, after = _lengths(graph, op, factor)
         parts = _shards(states, factor, axes).astype(np.int64)
         reach = {int(p): max(_reaches(before, after, places, int(p))) <= -(-before // int(p)) for p in set(parts)}
-        near &= np.array([reach[int(p)] for p in parts], dtype=bool)
+        near &= np.array([p == 1 or (reach[int(p)] and p <= after) for p in parts], dtype=bool)
     return near
 
 

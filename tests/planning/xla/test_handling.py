@@ -14,14 +14,21 @@ from jax import lax
 from autoshard.cost import Collectives, Topology, make_mesh
 from autoshard.exec import Application, read_collectives, wire_by_axis
 from autoshard.graph import FactorKind, Op, OpGraph, read_graph
-from autoshard.planning import Options, Pin, Plan, Spec, make_plan
+from autoshard.planning import Call, Options, Pin, Plan, Spec, make_plan
 from autoshard.planning.explain.plan_pins import region_of
 from autoshard.planning.price.reshard_paths import path_steps
 from autoshard.planning.space.decision_model import Path
 from autoshard.planning.space.dim_groups import factor_states
 from autoshard.planning.space.op_strategies import heavy_strategies, result_states
 from autoshard.planning.xla.axis_assignments import WHOLE
-from autoshard.planning.xla.partitioner_rules import TABLE, Handling, handling, inner_collectives, whole_factors
+from autoshard.planning.xla.partitioner_rules import (
+    TABLE,
+    Handling,
+    called_on_shards,
+    handling,
+    inner_collectives,
+    whole_factors,
+)
 from autoshard.planning.xla.spatial_splits import in_region, shifts
 from autoshard.program import Program, trace
 from tests.exec.planned_programs import handmade
@@ -146,8 +153,8 @@ CASES = [
     Case("slice, across", "slice", lambda x: x[:, 3:-5], (X,), 0, 0, P, LOCAL),
     Case("pad, begin", "pad", lambda x: jnp.pad(x, ((0, 0), (8, 0))), (f32(16, 56),), 0, 1, M, SHIFT),
     Case("pad, both", "pad", lambda x: jnp.pad(x, ((0, 0), (3, 5))), (f32(16, 56),), 0, 1, M, SHIFT),
-    Case("top_k, along", "top_k", lambda x: lax.top_k(x, 8), (X,), 0, 1, N, GATHERED),
-    Case("top_k, across", "top_k", lambda x: lax.top_k(x, 8), (X,), 0, 0, P, GATHERED),
+    Case("top_k, along", "top_k", lambda x: lax.top_k(x, 8), (X,), 0, 1, R, COLLECT),
+    Case("top_k, across", "top_k", lambda x: lax.top_k(x, 8), (X,), 0, 0, P, LOCAL),
     Case("maximum of each row", "reduce", lambda x: x.max(1), (X,), 0, 1, R, SUM),
     Case("maximum and its place", "reduce", several, (X,), 0, 1, R, COLLECT),
     Case("maximum and its place, across", "reduce", several, (X,), 0, 0, P, LOCAL),
@@ -188,6 +195,8 @@ def wire_of_collectives(program: Program, graph: OpGraph, op: Op, factor: int) -
     shapes = [graph.tensors[t].shape for t in op.results]
     out = [spec(np.maximum(result_states(op, state, r)[0], WHOLE), shape) for r, shape in enumerate(shapes)]
     results = dict(zip(op.results, out, strict=True))
+    takes = [spec(factor_states(state, dims)[0], graph.tensors[t].shape) for t, dims in op.sides[: len(op.operands)]]
+    called = called_on_shards(op, state, [8], "cpu")[0]
     by_hand = op.kind == "fft" and in_region(op, state)[0] and handling(graph, op, factor, "cpu") is Handling.LOCAL
     plan: Plan = dataclasses.replace(
         handmade(program, {"x": 8}, {}),
@@ -195,6 +204,7 @@ def wire_of_collectives(program: Program, graph: OpGraph, op: Op, factor: int) -
         results={r.name: results[t] for r, t in zip(program.results, graph.results, strict=True)},
         pins=tuple(Pin(op.number, r, s) for r, s in enumerate(out)),
         regions=(region_of(graph, op, state, ["x"]),) if by_hand else (),
+        calls=(Call(op.number, op.kind, tuple(takes), tuple(out)),) if called else (),
     )
     text = Application(plan).lower(program.fn, program.args, module=program.module).compile().as_text()
     return wire_by_axis(read_collectives(text, MESH))
