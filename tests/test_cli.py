@@ -24,6 +24,7 @@ PROGRAM = {
         "--pad",
         "--loss-chunks",
         "--quantize",
+        "--sample",
         "--microbatches",
         "--gradient-groups",
         "--host",

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 PROGRAM_OPTIONS = ("train", "batch", "seq", "image", "dtype", "param_dtype", "state_dtype", "remat", "optimizer")
 PROGRAM_OPTIONS += ("serve", "cache", "experts", "capacity_factor", "imbalance", "attention", "exchange")
 PROGRAM_OPTIONS += ("microbatches", "host", "stages", "schedule", "gradient_groups", "lora", "pad", "loss_chunks")
-PROGRAM_OPTIONS += ("quantize",)
+PROGRAM_OPTIONS += ("quantize", "sample")
 """Options that a program `hf:CONFIG` accepts."""
 
 

@@ -17,6 +17,7 @@ from autoshard.cli.option_values import (
     remat,
     remats,
     roles,
+    sampling,
     schedule,
     seconds_or_none,
     texts,
@@ -143,6 +144,12 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
     )
     group.add_argument("--serve", choices=("prefill", "decode"), help="a step of serving, with a key-value cache")
     group.add_argument("--cache", type=positive, metavar="N", help="tokens in the cache (default: --seq)")
+    group.add_argument(
+        "--sample",
+        type=sampling,
+        metavar="S",
+        help="with --serve: return tokens in place of logits, greedy or any of temperature=0.8,top_k=50,top_p=0.9",
+    )
     group.add_argument(
         "--experts",
         type=chosen(experts),

@@ -86,6 +86,13 @@ def loss_chunks(text: str) -> str:
     return _checked(parse_loss_chunks, text)
 
 
+def sampling(text: str) -> str:
+    """Check a selection of tokens, such as `greedy` or `top_k=50,top_p=0.9`, and return it as it is."""
+    from autoshard.program import parse_sampling
+
+    return _checked(parse_sampling, text)
+
+
 def padding(text: str) -> str:
     """Check numbers of which sizes become multiples, such as `128` or `heads=8`, and return them as they are."""
     from autoshard.program import parse_padding

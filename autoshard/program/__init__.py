@@ -38,6 +38,7 @@ from autoshard.program.jax.layer_stack import read_pipeline as read_pipeline
 from autoshard.program.jax.layer_stack import stack as stack
 from autoshard.program.jax.layer_stack import with_active_pipeline as with_active_pipeline
 from autoshard.program.jax.mla import LatentDims as LatentDims
+from autoshard.program.jax.token_sampling import parse_sampling as parse_sampling
 from autoshard.program.jax.token_sampling import sample_tokens as sample_tokens
 from autoshard.program.jax.trace import trace as trace
 from autoshard.program.jax.weight_shapes import weight_shapes as weight_shapes

@@ -128,6 +128,7 @@ def recipe_line(plan: Plan) -> str:
     padding = str(options.get("pad") or "none")
     words += [f"padded to multiples of {padding.replace(',', ' and ')}"] if padding != "none" else []
     words += [f"loss in chunks, {options['loss_chunks']}"] if options.get("loss_chunks") else []
+    words += [f"sampling {str(options['sample']).replace(',', ' and ')}"] if options.get("sample") else []
     words += [f"matmuls in {narrow}"] if (narrow := quantized(plan)) else []
     words += _found_in(plan, options)
     words += [options["optimizer"]] if options.get("optimizer") else []

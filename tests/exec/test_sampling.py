@@ -13,6 +13,8 @@ import autoshard
 from autoshard import sample_tokens
 from autoshard.exec import plan_mesh, read_collectives, wire_by_axis
 from autoshard.program import trace
+from autoshard.program.config_files import read_config
+from autoshard.program.hf.hf_program import from_config
 from tests.exec.planned_programs import f32
 
 
@@ -70,6 +72,23 @@ def test_the_best_of_split_rows_are_not_exchanged_as_whole_logits():
     compiled = plan.lower(step, *args).compile()
     wire = wire_by_axis(read_collectives(compiled.as_text(), plan_mesh(plan)))
     assert wire == plan.prediction.wire_bytes == {"model": 2 * 4 * 16 * 7}
+
+
+@pytest.mark.parametrize("sample", ["greedy", "top_k=20,top_p=0.9", "top_p=0.9"])
+def test_a_planned_decode_step_returns_the_tokens_of_one_device(sample: str):
+    fields = read_config("llama-tiny")[1] | {"vocab_size": VOCABULARY}
+    program = from_config(fields, batch=3, seq=16, serve="decode", dtype="fp32", sample=sample)
+    pins = {"lm_head.weight": "model,-"}
+    plan = autoshard.plan(program, topology="cpu:8", mesh="model=8", pins=pins)
+    compiled = plan.lower(program.fn, *program.args).compile()
+    wire = wire_by_axis(read_collectives(compiled.as_text(), plan_mesh(plan)))
+    assert 0 < sum(wire.values()) < 3 * VOCABULARY * 4 * 7 / 8 / 2, "whole logits are not exchanged"
+    for axis, size in plan.prediction.wire_bytes.items():
+        assert wire.get(axis, 0) == pytest.approx(size, rel=0.05)
+    values = program.make_args(0)
+    placed = jax.device_put(values, jax.tree.unflatten(jax.tree.structure(values), jax.tree.leaves(plan.in_shardings)))
+    wanted = jax.jit(program.fn)(*values)[1]
+    np.testing.assert_array_equal(np.asarray(compiled(*placed)[1]), np.asarray(wanted))
 
 
 @pytest.mark.parametrize("topology", ["v5e:2x4", "h100:8"])

@@ -5,7 +5,7 @@ import pytest
 from hf_reference import close
 
 from autoshard.errors import UserError
-from autoshard.program import Role, open_source
+from autoshard.program import Role, open_source, parse_sampling
 
 
 BATCH, PROMPT, LENGTH = 3, 5, 9
@@ -84,3 +84,31 @@ def test_a_layer_outside_of_the_scan_keeps_its_own_cache():
 def test_sentences(source, options, sentence):
     with pytest.raises(UserError, match=sentence):
         open_source(source, batch=2, **options)
+
+
+@pytest.mark.parametrize("sample", ["greedy", "top_k=20,top_p=0.9", "temperature=0.5"])
+def test_a_sampled_step_returns_tokens_of_its_logits(sample):
+    import jax
+
+    options = {"batch": 4, "seq": 8, "serve": "decode", "dtype": "fp32"}
+    plain, sampled = open_source("hf:llama-tiny", **options), open_source("hf:llama-tiny", sample=sample, **options)
+    assert sampled.results[-1].shape == (4,) and sampled.results[-1].dtype == "int32"
+    params, cache, batch = plain.make_args(0)
+    logits = jax.jit(plain.fn)(params, cache, batch)[1]
+    seeded = batch if sample == "greedy" else batch | {"seed": np.int32(5)}
+    assert jax.tree.structure(sampled.args[2]) == jax.tree.structure(seeded)
+    tokens = jax.jit(sampled.fn)(params, cache, seeded)[1]
+    assert (tokens == parse_sampling(sample).tokens(logits, seeded.get("seed"))).all()
+
+
+@pytest.mark.parametrize("text", ["", "top_k", "top_k=0", "top_p=0", "top_p=1.1", "top_k=2,top_k=3", "greedy,top_k=2"])
+def test_other_forms_of_sampling_are_refused(text):
+    with pytest.raises(UserError, match="--sample `.*` is not of the form greedy, top_k=50, top_p=0.9 or temperature"):
+        open_source("hf:llama-tiny", serve="decode", sample=text)
+
+
+def test_sampling_is_for_serving_and_of_known_tokens():
+    with pytest.raises(UserError, match="--sample is for serving; add --serve prefill or --serve decode"):
+        open_source("hf:llama-tiny", sample="greedy")
+    with pytest.raises(UserError, match="--sample: top_k=257 is more than the vocabulary of 256 tokens"):
+        open_source("hf:llama-tiny", serve="decode", batch=2, seq=8, sample="top_k=257")

@@ -14,9 +14,10 @@ from autoshard.program.hf.hf_eager import Objective, OtherLabels, hf_eager, redu
 from autoshard.program.hf.hf_head import head_left_out, head_of
 from autoshard.program.hf.hf_model import build_model, has_head, runnable_part
 from autoshard.program.hf.hf_padding import Padded, check_beside, padded_model, parse_padding
-from autoshard.program.hf.hf_serving import serving_program
+from autoshard.program.hf.hf_serving import ServingStep, serving_program
 from autoshard.program.hf.task_inputs import HfTask, tasks_of
 from autoshard.program.jax.chunked_loss import LossChunks, parse_loss_chunks
+from autoshard.program.jax.token_sampling import parse_sampling
 from autoshard.program.moe.experts import check_experts
 from autoshard.program.program_record import Program
 from autoshard.program.remat_marks import check_names
@@ -66,6 +67,7 @@ def from_config(config: str | Mapping[str, Any], **options: Unpack[ConfigOptions
     - `imbalance`: tokens of the busiest device's experts relative to the mean, for prices only.
     - `serve`: `prefill` (of `seq` tokens) or `decode` (one token after up to `seq`), with the key-value cache as
       donated state. `cache` is its number of tokens, by default `seq`.
+    - `sample`: the serving step returns tokens in place of logits: `greedy`, or `temperature=0.8,top_k=50,top_p=0.9`.
     - `attention`: also `cached` (a kernel for decoding). With `auto`, `splash` or `cached` is used if that is possible
       and beneficial.
 
@@ -89,6 +91,9 @@ def from_config(config: str | Mapping[str, Any], **options: Unpack[ConfigOptions
             raise UserError(f"--{option.replace('_', '-')} is for training steps; add --train, or leave it out.")
     if cache is not None and serve is None:
         raise UserError("--cache is for serving; add --serve prefill or --serve decode, or leave it out.")
+    sampling = parse_sampling(given.get("sample"))
+    if sampling is not None and serve is None:
+        raise UserError("--sample is for serving; add --serve prefill or --serve decode, or leave it out.")
     if layers.pipeline is not None and serve is not None:
         raise UserError("--stages is for training steps and forward passes; leave it out, or --serve.")
     require_torch("transformers")
@@ -124,16 +129,8 @@ def from_config(config: str | Mapping[str, Any], **options: Unpack[ConfigOptions
     if serve is not None:
         if training or task.seq is None:
             raise UserError("--serve is for the inference of models of tokens; leave --train and --image out.")
-        return serving_program(
-            made(),
-            name,
-            serve,
-            batch=size,
-            seq=task.seq,
-            cache_length=task.seq if cache is None else cache,
-            dtype=compute,
-            vocabulary=task.id_limit,
-        )
+        asked = ServingStep(serve, size, task.seq, task.seq if cache is None else cache, sampling)
+        return serving_program(made(), name, asked, dtype=compute, vocabulary=task.id_limit)
 
     def retrace(parameters: int) -> EagerTwin:
         """Return the twin of the reduced model in float32, with 2 examples and at most `_COMPARED_TOKENS` tokens."""

@@ -7,6 +7,7 @@ from typing import Any
 from autoshard.errors import UserError
 from autoshard.program import example_values
 from autoshard.program import model_flops as flop_counter
+from autoshard.program.jax.token_sampling import Sampling
 from autoshard.program.jax.trace import trace
 from autoshard.program.program_record import Program, Role
 from autoshard.program.torch.kv_cache import ServingCache
@@ -26,36 +27,42 @@ softmax cancels.
 """
 
 
-def serving_program(
-    function: TorchFunction,
-    name: str,
-    kind: str,
-    *,
-    batch: int,
-    seq: int,
-    cache_length: int,
-    dtype: str,
-    vocabulary: int,
-) -> Program:
-    """Return `step(params, cache, batch) -> (cache, logits)` with the cache donated.
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServingStep:
+    """The step of serving that a program is: its kind and sizes."""
+
+    kind: str
+    """`prefill` writes `batch.input_ids` [B, S] to the first S positions of the cache, and its logits [B, V] are those
+    of the last token. `decode` writes `batch.input_ids` [B, 1] at `batch.position`, and they attend to all tokens up to
+    there.
+    """
+    batch: int
+    """Number of sequences."""
+    seq: int
+    """Number of tokens of each sequence."""
+    cache_length: int
+    """Number of positions in the cache."""
+    sampling: Sampling | None = None
+    """Selection of the next tokens from the logits, by `batch.seed` unless it is greedy; None returns the logits."""
+
+
+def serving_program(function: TorchFunction, name: str, asked: ServingStep, *, dtype: str, vocabulary: int) -> Program:
+    """Return `step(params, cache, batch) -> (cache, logits)` with the cache donated; with `sampling` (cache, tokens).
 
     The cache is stacked like the layers: `cache.model.layers.*.key` [layers, B, heads, length, head size].
 
     - `function`: the decoder as a function; it is settled here.
     - `name`: name of the model in errors and in the program's name.
-    - `kind`: `prefill` or `decode`. `prefill` writes `batch.input_ids` [B, S] to the first S positions of the cache,
-      and the logits [B, V] are those of the last token. `decode` writes `batch.input_ids` [B, 1] at `batch.position`,
-      and they attend to all tokens up to there.
-    - `batch`, `seq`: number of sequences, and of tokens in each.
-    - `cache_length`: number of positions in the cache.
     - `dtype`: dtype of keys and values.
     - `vocabulary`: bound of the ids.
 
-    Raises `UserError` for another `kind`, a cache shorter than `seq`, and a model that is no decoder with a cache.
+    Raises `UserError` for another kind, a cache shorter than `seq`, and a model that is no decoder with a cache.
     """
     import jax
     import numpy as np
 
+    kind, batch, seq = asked.kind, asked.batch, asked.seq
+    cache_length, sampling = asked.cache_length, asked.sampling
     if kind not in ("prefill", "decode"):
         raise UserError(f"--serve `{kind}` does not exist; use `prefill` or `decode`.")
     flops = [0.0]
@@ -74,6 +81,8 @@ def serving_program(
     data = {"input_ids": jax.ShapeDtypeStruct((batch, length), np.int32)}
     if kind == "decode":
         data["position"] = jax.ShapeDtypeStruct((), np.int32)
+    if sampling is not None and sampling.temperature:
+        data["seed"] = jax.ShapeDtypeStruct((), np.int32)
 
     def call(weights: Any, entries: Any, given: Any, buffers: Any) -> tuple[ServingCache, Any]:
         """Run the module with a cache of these entries; return the cache afterwards and the last token's logits."""
@@ -93,12 +102,12 @@ def serving_program(
         return cache, out["logits"][:, -1]
 
     def step(params: Any, cache: Any, batch: Any, *buffers: Any) -> Any:
-        """Return the entries of the updated cache and the logits, and record the model FLOPs in `flops`."""
+        """Return the entries of the updated cache and the logits or tokens; record the model FLOPs in `flops`."""
         with flop_counter.counting() as scope:
             after, logits = call(params, cache, batch, buffers)
         flops[0] = scope[0]
         after.settle()
-        return after.entries, logits
+        return after.entries, logits if sampling is None else sampling.tokens(logits, batch.get("seed"))
 
     seen: dict[int, Any] = {}
 

@@ -1,5 +1,7 @@
 """Next tokens of logits whose vocabulary may be split over devices: each device sends its best, not its logits."""
 
+import dataclasses
+import re
 from typing import Any
 
 from autoshard.errors import UserError
@@ -12,6 +14,49 @@ More bits would take fewer rounds, each of which waits for one reduction over de
 """
 _TOTAL = 30
 """Logarithm of the largest sum of the integer weights of a top-p search."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sampling:
+    """The options of `sample_tokens`."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def tokens(self, logits: Any, seed: Any) -> Any:
+        """Return a token for each row of `logits` [B, V]; `seed` is an integer scalar, None for a temperature of 0.
+
+        Raises `UserError` if `top_k` is larger than the vocabulary.
+        """
+        import jax
+
+        if self.top_k is not None and self.top_k > logits.shape[-1]:
+            raise UserError(f"--sample: top_k={self.top_k} is more than the vocabulary of {logits.shape[-1]} tokens.")
+        key = None if seed is None else jax.random.key(seed)
+        return sample_tokens(logits, key, **dataclasses.asdict(self))
+
+
+def parse_sampling(text: str | None) -> Sampling | None:
+    """Return the sampling of `greedy`, or of `temperature=0.8,top_k=50,top_p=0.9` in any order; None for no text.
+
+    Raises `UserError` for other texts, and for numbers outside of their range.
+    """
+    if text is None:
+        return None
+    if text == "greedy":
+        return Sampling(temperature=0.0)
+    forms = {"temperature": r"\d*\.?\d+", "top_k": r"[1-9]\d*", "top_p": r"0*\.\d*[1-9]\d*|1\.?0*"}
+    numbers: dict[str, Any] = {}
+    for part in text.split(","):
+        name, _, number = part.strip().partition("=")
+        if name in numbers or name not in forms or not re.fullmatch(forms[name], number):
+            raise UserError(
+                f"--sample `{text}` is not of the form greedy, top_k=50, top_p=0.9 or "
+                "temperature=0.8,top_k=50,top_p=0.9, with top_p above 0 and at most 1."
+            )
+        numbers[name] = int(number) if name == "top_k" else float(number)
+    return Sampling(**numbers)
 
 
 def sample_tokens(

@@ -55,6 +55,7 @@ class ConfigOptions(StepOptions, total=False):
     loss_chunks: str | None
     serve: str | None
     cache: int | None
+    sample: str | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
