@@ -81,7 +81,7 @@ FLAGS = {
             "--output",
             "--quiet",
         ),
-        *("--topology", "--tpot", "--ttft", "--weights"),
+        *("--sample", "--topology", "--tpot", "--ttft", "--weights"),
     },
     "explain": {"--debug", "--entry", "--json", "--program", "--quiet", "--solve", "--time-limit"},
     "export": {"--debug", "--entry", "--force", "--json", "--out", "--program", "--quiet", "--to", "-o"},

@@ -161,7 +161,8 @@ def run_serve_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
 
     if not arguments.program.startswith("hf:"):
         raise UserError(f"serving is planned for a configuration, hf:CONFIG; found {arguments.program!r}.")
-    serving = ServingRequests(arguments.input, arguments.output, arguments.weights, arguments.cache_dtype)
+    stored = (arguments.weights, arguments.cache_dtype)
+    serving = ServingRequests(arguments.input, arguments.output, *stored, arguments.sample)
     limits = ServingLimits(arguments.ttft, arguments.tpot, arguments.gap)
     plan = plan_serving(arguments.program, arguments.topology, serving, limits)
     checked = []

@@ -27,7 +27,18 @@ from autoshard.cli.option_groups import (
     add_program,
     add_reinforcement,
 )
-from autoshard.cli.option_values import latency, option, positive, prices, seconds, texts, tokens, tolerance, whole
+from autoshard.cli.option_values import (
+    latency,
+    option,
+    positive,
+    prices,
+    sampling,
+    seconds,
+    texts,
+    tokens,
+    tolerance,
+    whole,
+)
 from autoshard.cli.session import add_on
 from autoshard.errors import UserError
 
@@ -267,6 +278,14 @@ def build_parser() -> argparse.ArgumentParser:
     stored = {"choices": ("bf16", "fp8", "int8"), "default": "bf16"}
     serve.add_argument("--weights", **stored, help="as stored and multiplied (default: bf16)")
     serve.add_argument("--cache-dtype", **stored, help="dtype of keys and values (default: bf16)")
+    serve.add_argument(
+        "--sample",
+        type=sampling,
+        default="greedy",
+        metavar="S",
+        help="selection of tokens, over a split vocabulary: greedy (default) or any of "
+        "temperature=0.8,top_k=50,top_p=0.9",
+    )
     add_output(serve, "--jax", metavar="FILE.py", help="write the best way as shardings in JAX here")
     serve.add_argument(
         "--check", action="store_true", help="plan steps of traced programs at the best way too, and compare"

@@ -62,6 +62,10 @@ class StepAsked:
     """Tokens of each sequence for which the cache has room; `seq` if that is more."""
     microbatches: int = 1
     """Number of microbatches of a training step or of scoring; gradients of a step are summed before the update."""
+    candidates: int = 0
+    """Logits of each sequence that a device sends to select the next token; 0 if none are selected."""
+    rounds: int = 0
+    """Sums over the vocabulary, one after the other, that the search for the most likely tokens takes."""
 
     @property
     def shards_weights(self) -> bool:
@@ -227,9 +231,9 @@ class _Estimated:
             # Gathers overlap with the forward pass, gathers and scatters with the backward pass.
             exposed = self._waited(first, gathers) + self._waited(second, gathers, scatters)
         else:
-            compute, exposed, update = forward + head, 0.0, 0.0
+            compute, exposed, update = forward + head + self._selected(), self._candidates(), 0.0
             if self.asked.shards_weights:
-                exposed = self._waited(compute, self._gathered())
+                exposed += self._waited(compute, self._gathered())
         count = self.asked.microbatches
         compute, exposed = count * (compute - update) + update, count * (exposed + passes * sent)
         flops = count * self._model_flops()
@@ -428,6 +432,43 @@ class _Estimated:
         columns = self.decoder.vocabulary / self.model
         return (1 + self.decoder.ahead) * float(self.compute.dot_seconds(rows, columns, self.decoder.width))
 
+    def _selected(self) -> float:
+        """Return the seconds in which devices select of their logits: a sort for several, and a pass for each round.
+
+        A round reads the order of the logits and their weights, of four bytes each. Three passes precede it.
+        """
+        asked, compute = self.asked, self.compute
+        if not asked.candidates:
+            return 0.0
+        columns = self.decoder.vocabulary / self.model
+        logits = asked.batch / self.data * columns
+        passes = (asked.rounds + 3) * 8.0 * logits if asked.rounds else 0.0
+        if asked.candidates == 1:
+            return float(compute.memory_seconds(2.0 * logits + passes)) + compute.calibration.op_overhead_s
+        return float(compute.sort_seconds(logits, int(columns), 1, 2.0 * logits))
+
+    def _candidates(self) -> float:
+        """Return the seconds in which the devices of a copy exchange what they select: logits and tokens of 4 bytes.
+
+        Each round sums three integers of a row, and three sums of one precede it. If it takes less, devices exchange
+        logits of 2 bytes such that each has whole rows.
+        """
+        asked, rows, axes = self.asked, self.asked.batch / self.data, self._copy_axes()
+        if not asked.candidates:
+            return 0.0
+        sent = 2 * self._collective("all-gather", axes, 4.0 * rows * asked.candidates * self.model, self.model)
+        if not asked.rounds:
+            return sent
+        sent += asked.rounds * self._collective("all-reduce", axes, 12.0 * rows, self.model)
+        sent += 3 * self._collective("all-reduce", axes, 4.0 * rows, self.model)
+        columns = self.decoder.vocabulary / self.model
+        return min(sent, self._collective("all-to-all", axes, 2.0 * rows * columns, self.model))
+
+    def _copy_axes(self) -> tuple[str, ...]:
+        """Return the axes over which the devices of a copy exchange."""
+        sizes = (("group", self.layout.groups), ("model", self.layout.heads))
+        return tuple(name for name, size in sizes if size > 1)
+
     def _collective(self, kind: Kind, axes: tuple[str, ...], size_bytes: float, devices: int) -> float:
         """Return the seconds of a collective of the tensor's whole `size_bytes` over `axes`; 0 if `devices` is 1."""
         return float(self.wires.time(kind, axes, size_bytes)) if devices > 1 else 0.0
@@ -439,7 +480,7 @@ class _Estimated:
         """
         layers, layout = self.decoder.layers + self.decoder.ahead, self.layout
         each = 2.0 * self.decoder.width
-        all_of_it = tuple(name for name, size in (("group", layout.groups), ("model", layout.heads)) if size > 1)
+        all_of_it = self._copy_axes()
         kinds: tuple[Kind, ...] = ("all-gather", "reduce-scatter")
         within = sum(self._collective(kind, ("model",), each * self.rows, layout.heads) for kind in kinds)
         across = sum(self._collective(kind, all_of_it, each * self.tokens, self.model) for kind in kinds)

@@ -92,7 +92,7 @@ def _program(plan: ServingPlan, kind: str, **sizes: int) -> Program:
 
     Decoding on a topology with splash attention uses the kernel for caches; a model that it refuses uses plain ops.
     """
-    options: dict[str, Any] = {"serve": kind, **sizes}
+    options: dict[str, Any] = {"serve": kind, **sizes} | ({"sample": plan.asked.sample} if kind == "decode" else {})
     if kind == "decode" and Topology.parse(plan.topology).traits.attention == "splash":
         places = -(-sizes["cache"] // _PLACES) * _PLACES
         kernel = settled_options(options | {"attention": "cached", "cache": places}, plan.topology)

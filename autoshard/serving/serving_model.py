@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.compute import Compute
 from autoshard.cost.topology import Topology
+from autoshard.program import parse_sampling
 from autoshard.serving.decoder_counts import Decoder
 from autoshard.serving.decoder_estimate import Layout, StepAsked, StepEstimate, layout_bytes, layout_estimate
 
@@ -26,6 +27,8 @@ MEMORY_SHARE = 0.95
 
 Plans of traced steps need up to 2 % more than the closed form, and a server has fragments and buffers of its own.
 """
+_LOGIT_BITS = 16
+"""Bits of a logit, from which tokens are selected."""
 _NEAR = 0.98
 """Chunks that serve this share of the best throughput count as equally good.
 
@@ -45,6 +48,8 @@ class ServingRequests:
     """Dtype of stored weights, one of `STORED_BYTES`, which is also the dtype of their matmuls."""
     cache: str = "bf16"
     """Dtype of stored keys and values, one of `STORED_BYTES`."""
+    sample: str = "greedy"
+    """Selection of tokens, in a form of `parse_sampling`; the vocabulary is split over an engine's devices."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -235,6 +240,7 @@ class Engines:
     def _asked(self, kind: str, sequences: int, length: int, chunk: int) -> StepAsked:
         """Return the step of all engines from the sequences of one engine and the prompt tokens of one group."""
         asked = self.asked
+        sampling = parse_sampling(asked.sample) if kind == "decode" else None
         return StepAsked(
             sequences * self.count,
             length,
@@ -244,6 +250,8 @@ class Engines:
             cache_bytes=STORED_BYTES[asked.cache],
             chunk=chunk * self.engine.attention * self.count,
             prompt=asked.input,
+            candidates=0 if sampling is None else sampling.candidates,
+            rounds=0 if sampling is None else sampling.rounds(_LOGIT_BITS),
         )
 
     def points(self, batch: int, chunks: list[int]) -> Iterator[ServingPoint]:

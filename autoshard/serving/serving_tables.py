@@ -42,6 +42,7 @@ def serving_figures(plan: ServingPlan, checked: Sequence[CheckedStep] = ()) -> d
         "output": plan.asked.output,
         "weights": plan.asked.weights,
         "cache": plan.asked.cache,
+        "sample": plan.asked.sample,
         "first_limit_s": _bounded(plan.limits.first_s),
         "token_limit_s": _bounded(plan.limits.token_s),
         "gap_limit_s": _bounded(plan.limits.gap_s),
@@ -116,6 +117,7 @@ def serving_report(plan: ServingPlan, checked: Sequence[CheckedStep] = ()) -> Re
     head = f"{clean(plan.config)} on {plan.topology}: {asked.input} tokens in, {asked.output} out"
     stored = (("weights", asked.weights), ("cache", asked.cache))
     head += "".join(f", {what} {dtype}" for what, dtype in stored if dtype != "bf16")
+    head += "" if asked.sample == "greedy" else f", sampling {asked.sample.replace(',', ' and ')}"
     limits = (("first token", plan.limits.first_s), ("each token", plan.limits.token_s), ("gap", plan.limits.gap_s))
     head += "".join(f", {what} within {format_seconds(most)}" for what, most in limits if math.isfinite(most))
     lines = [Text(head, style="bold"), Text(), table, Text()]

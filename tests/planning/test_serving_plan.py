@@ -4,11 +4,15 @@ import dataclasses
 import json
 import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from autoshard import cli
-from autoshard.cost import Topology, larger_topologies
+from autoshard.cost import Compute, Topology, larger_topologies
 from autoshard.errors import UserError
+from autoshard.planning import Options, make_plan, read_asked
+from autoshard.program import parse_sampling, trace
 from autoshard.serving import (
     Decoder,
     ServingEngine,
@@ -23,6 +27,7 @@ from autoshard.serving import (
     serving_points,
     vllm_commands,
 )
+from autoshard.serving.decoder_estimate import Layout, StepAsked, layout_estimate
 
 
 V6E = Topology.parse("v6e:2x4")
@@ -286,3 +291,39 @@ def test_tables_of_mixtures_fit_80_columns(line: str, capsys: pytest.CaptureFixt
     assert cli.main(f"serve-plan {line} --input 4000 --output 1000".split()) == 0
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80 and "…" not in shown and "experts" in shown
+
+
+@pytest.mark.parametrize("sample", ["greedy", "top_k=50", "top_p=0.9"])
+def test_the_selection_of_tokens_is_priced_as_in_plans(sample: str):
+    """Compare the closed form with the plan of a head whose vocabulary is split; only 64 rows can be split, too."""
+    sampling, rows = parse_sampling(sample), 64 if sample == "top_p=0.9" else 63
+    asked = StepAsked(rows, 1000, "decode", candidates=sampling.candidates, rounds=sampling.rounds(16))
+    compute, layout = Compute(V6E), Layout(1, 8)
+    step, logits = (
+        layout_estimate(LLAMA, compute, each, layout) for each in (asked, dataclasses.replace(asked, candidates=0))
+    )
+    estimated = step.exposed_s - logits.exposed_s
+
+    def head(hidden: jax.Array, weights: jax.Array, seed: jax.Array) -> jax.Array:
+        return sampling.tokens(hidden @ weights, seed)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((rows, 4096), (4096, LLAMA.vocabulary))]
+    program = trace(head, (*shapes, jax.ShapeDtypeStruct((), jnp.int32)), name=sample)
+    asked_for = read_asked({"weights": "-,model", "hidden": "-,-"})
+    plan = make_plan(program, Options(topology="v6e:2x4", mesh="model=8", asked=asked_for)).plan
+    waited = sum(each.exposed_s for each in plan.prediction.collectives)
+    assert waited == pytest.approx(estimated, rel=0.1)
+
+
+def test_serve_plan_counts_the_selection_that_is_asked_for(capsys: pytest.CaptureFixture[str]):
+    words = "serve-plan hf:llama3-8b --topology v6e:2x4 --input 1000 --output 500 --quiet --sample".split()
+    assert cli.main([*words, "top_k=50,top_p=0.9"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "1000 tokens in, 500 out, sampling top_k=50 and top_p=0.9" in said
+    assert cli.main([*words, "top_k"]) == 2
+    assert "is not of the form greedy, top_k=50" in capsys.readouterr().err
+    quick, slow = (
+        serving_point(LLAMA, V6E, dataclasses.replace(ASKED, sample=each), ServingEngine(8), 16)
+        for each in ("greedy", "top_p=0.9")
+    )
+    assert quick.decode_s < slow.decode_s < 1.5 * quick.decode_s

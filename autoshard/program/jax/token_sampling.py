@@ -24,6 +24,19 @@ class Sampling:
     top_k: int | None = None
     top_p: float | None = None
 
+    @property
+    def candidates(self) -> int:
+        """Number of tokens of a row that each part of a split vocabulary sends."""
+        return self.top_k or 1
+
+    def rounds(self, bits: int) -> int:
+        """Return the number of sums over the vocabulary, one after the other, that the search for top-p takes.
+
+        `bits` are those of a logit.
+        """
+        searches = self.temperature and self.top_k is None and self.top_p is not None and self.top_p < 1
+        return bits // _BITS if searches else 0
+
     def tokens(self, logits: Any, seed: Any) -> Any:
         """Return a token for each row of `logits` [B, V]; `seed` is an integer scalar, None for a temperature of 0.
 
