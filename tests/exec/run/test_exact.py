@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import autoshard
 from autoshard.exec import measure
 from autoshard.exec.run.exact_step import ExactSteps
 from autoshard.exec.run.planned_steps import PlannedStep
@@ -56,6 +57,17 @@ def test_a_fault_of_the_same_size_differs(monkeypatch: pytest.MonkeyPatch) -> No
     check = measure(right, split(right), steps=1, warmup=0, check=True).check
     assert check is not None and check.exact is not None and check.exact > 1e-6
     assert not check.is_rounding and not check.passed
+
+
+def test_a_top_k_on_shards_is_compared_in_float64() -> None:
+    program = trace(lambda w, x: jax.lax.top_k(x @ w, 4), (f32(64, 64), f32(16, 64)), name="best")
+    pins = {program.arguments[0].name: "-,model", program.arguments[1].name: "data,-"}
+    plan = autoshard.plan(program, topology="cpu:8", mesh="data=2,model=4", pins=pins)
+    assert [call.name for call in plan.calls] == ["top_k"]
+    rng = np.random.default_rng(0)
+    compared = ExactSteps(program, plan).compare([rng.normal(size=a.shape).astype("float32") for a in program.args])
+    assert not isinstance(compared, str), compared
+    assert compared[0].passed and compared[1][0].dtype == np.float64
 
 
 def _running(wrong: Program, constructor: Any) -> Any:
