@@ -180,7 +180,8 @@ def _result_intermediates(model: Model, choices: NDArray[np.int64], op_id: int, 
 def _combined(model: Model, choices: NDArray[np.int64], op: Op, result: int) -> Iterator[Spec]:
     """Yield the spec of the combined partial results of a light op, if it is not the planned one of tensor `result`.
 
-    Given only the planned spec, the partitioner splits the op's operands by it, which takes an all-to-all.
+    Given only the planned spec, the partitioner splits the op's operands by it, which takes an all-to-all. Evidence:
+    docs/compiler_behaviour.md, "Reductions of several operands".
     """
     assert op.rule is not None
     collected = collected_factors(model.graph, op, model.mesh.topology.backend)

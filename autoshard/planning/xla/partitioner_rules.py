@@ -164,6 +164,7 @@ def called_on_shards(op: Op, states: States, axes: Sequence[int], backend: str) 
     """Return a mask of the states in which an op's splits need a call on shards, [states].
 
     The partitioner itself splits a top-k along its rows, for TPUs and GPUs, if no device repeats the work of another.
+    Evidence: docs/compiler_behaviour.md, "Splits of a top-k".
 
     - `states`: factor that each mesh axis splits, [states, axes].
     - `axes`: sizes of the mesh axes.
