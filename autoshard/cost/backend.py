@@ -61,6 +61,8 @@ class Backend:
     """True if a sum that a loop only adds to a carried value runs once, after the loop."""
     adds_before_sums: bool
     """True if partial sums that are only added to each other are added first, and summed over devices once."""
+    selects_in_rows: bool
+    """True if the partitioner splits a top-k along its rows."""
     one_ring: bool
     """True if a collective over two levels of links runs around one ring through both, in many small parts."""
 
@@ -137,7 +139,7 @@ BACKENDS = {
             torus=True, shares_machine=False, overlaps=True, in_turn=False,
             sums_in_two_phases=True, sum_dtype="", scatters=Scatters.BY_GROUP, stages=True, joins_sums=True,
             sums_after_loops=True, adds_before_sums=True,
-            one_ring=False, packs_blocks=False, caches=False, burst_bytes=512,
+            selects_in_rows=True, one_ring=False, packs_blocks=False, caches=False, burst_bytes=512,
             sorting=Sorting.BITONIC, tiled=True, fuses_into_matmuls=True, fuses_relayouts=True,
             concatenates_shards=False,
             narrows_stacks=True, gpu_kernels=False,
@@ -151,7 +153,7 @@ BACKENDS = {
             torus=False, shares_machine=False, overlaps=True, in_turn=False,
             sums_in_two_phases=True, sum_dtype="", scatters=Scatters.ALWAYS, stages=False, joins_sums=False,
             sums_after_loops=True, adds_before_sums=True,
-            one_ring=True, packs_blocks=False, caches=False, burst_bytes=64,
+            selects_in_rows=True, one_ring=True, packs_blocks=False, caches=False, burst_bytes=64,
             sorting=Sorting.RADIX, tiled=False, fuses_into_matmuls=False, fuses_relayouts=False,
             concatenates_shards=False,
             narrows_stacks=False, gpu_kernels=True,
@@ -165,7 +167,7 @@ BACKENDS = {
             torus=False, shares_machine=True, overlaps=False, in_turn=True,
             sums_in_two_phases=False, sum_dtype="f32", scatters=Scatters.NEVER, stages=False, joins_sums=False,
             sums_after_loops=False, adds_before_sums=False,
-            one_ring=False, packs_blocks=True, caches=True, burst_bytes=64,
+            selects_in_rows=False, one_ring=False, packs_blocks=True, caches=True, burst_bytes=64,
             sorting=Sorting.COMPARISON, tiled=False, fuses_into_matmuls=False, fuses_relayouts=False,
             concatenates_shards=True,
             narrows_stacks=True, gpu_kernels=False,

@@ -7,11 +7,11 @@ from autoshard.serving.config_estimates import fewest_devices as fewest_devices
 from autoshard.serving.config_estimates import least_estimate as least_estimate
 from autoshard.serving.decoder_counts import Decoder as Decoder
 from autoshard.serving.decoder_counts import train_state_bytes as train_state_bytes
-from autoshard.serving.decoder_estimate import Layout as Layout
-from autoshard.serving.decoder_estimate import StepAsked as StepAsked
 from autoshard.serving.decoder_estimate import StepEstimate as StepEstimate
 from autoshard.serving.decoder_estimate import estimate_step as estimate_step
 from autoshard.serving.decoder_estimate import layout_estimate as layout_estimate
+from autoshard.serving.decoder_step import Layout as Layout
+from autoshard.serving.decoder_step import StepAsked as StepAsked
 from autoshard.serving.estimate_report import estimate_figures as estimate_figures
 from autoshard.serving.estimate_report import estimates_report as estimates_report
 from autoshard.serving.serving_check import CheckedStep as CheckedStep

@@ -12,7 +12,8 @@ from autoshard.errors import UserError
 from autoshard.planning.price.analysed_program import analyse_program, least_seconds
 from autoshard.program import WEIGHTS, Program, Role, config_dims, read_config
 from autoshard.serving.decoder_counts import Decoder
-from autoshard.serving.decoder_estimate import StepAsked, StepEstimate, estimate_step
+from autoshard.serving.decoder_estimate import StepEstimate, estimate_step
+from autoshard.serving.decoder_step import StepAsked
 
 
 REMATS = ("none", "dots", "full")

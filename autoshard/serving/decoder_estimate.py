@@ -17,10 +17,10 @@ from autoshard.cost.topology import Topology
 from autoshard.errors import UserError
 from autoshard.program import kernel_work
 from autoshard.serving.decoder_counts import Decoder
+from autoshard.serving.decoder_memory import kv_parts, saved_bytes, step_bytes
+from autoshard.serving.decoder_step import REMATS, Layout, StepAsked
 
 
-REMATS = ("none", "dots", "full")
-"""Remat policies that have an estimate."""
 _SPLASH_BACKWARD = 5
 """Passes of matmuls over the scores in the backward kernel; the forward kernel has two (see `graph.MATMULS`)."""
 _STREAMS = {"norms": 4, "rotary": 2, "product": 3}
@@ -29,81 +29,6 @@ _KERNELS = 4
 """Elementwise kernels of a layer outside of matmuls: two norms, rotated queries and keys, the product."""
 _QUANTISED = 4
 """Further kernels of a layer with weights of one byte, which quantise the inputs of its matmuls."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StepAsked:
-    """The step whose memory and time are estimated."""
-
-    batch: int
-    """Number of sequences over all devices, of each microbatch if there are several."""
-    seq: int
-    """Tokens of a sequence; in a decoding step those in its cache."""
-    kind: str = "train"
-    """`train`, `infer` (a forward pass), `score`, `prefill` or `decode`.
-
-    `score` is a forward pass with parameters split as in training, as for log-probabilities of samples.
-    """
-    remat: str = "none"
-    """The policy of recomputation in training, one of `REMATS`."""
-    param_bytes: float = 4
-    """Bytes of one stored parameter."""
-    state_bytes: float = 4
-    """Bytes of each of an optimizer's two moments of a parameter."""
-    multiplied: str = "bf16"
-    """Dtype of the layers' matmuls; embedding and head have at least 16 bits."""
-    cache_bytes: float = 2
-    """Bytes of each element of the key-value cache."""
-    chunk: int = 0
-    """Tokens of prompts that a decoding step also computes, over the whole batch."""
-    prompt: int = 1
-    """Tokens of a prompt of which `chunk` is a part."""
-    room: int = 0
-    """Tokens of each sequence for which the cache has room; `seq` if that is more."""
-    microbatches: int = 1
-    """Number of microbatches of a training step or of scoring; gradients of a step are summed before the update."""
-    candidates: int = 0
-    """Logits of each sequence that a device sends to select the next token; 0 if none are selected."""
-    rounds: int = 0
-    """Sums over the vocabulary, one after the other, that the search for the most likely tokens takes."""
-
-    @property
-    def shards_weights(self) -> bool:
-        """True if all devices split the parameters, which are gathered layer by layer."""
-        return self.kind in ("train", "score")
-
-    @property
-    def training(self) -> bool:
-        """True if there is a backward pass and an update."""
-        return self.kind == "train"
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens that the step computes on all devices; a decoding step has one for each sequence."""
-        return self.batch + self.chunk if self.kind == "decode" else self.batch * self.seq
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Layout:
-    """The degrees by which devices split a step. The step has `data * model` devices."""
-
-    data: int
-    """Number of copies of the model, each with its part of the batch."""
-    model: int
-    """Number of devices that share one copy."""
-    groups: int = 1
-    """Number of groups of a copy's devices in attention, each with part of the batch and all attention weights."""
-    experts: int | None = None
-    """Number of parts of whole experts; the devices of a part split its experts. None: the most that divides both."""
-
-    @property
-    def heads(self) -> int:
-        """Number of devices that split the heads of attention."""
-        return self.model // self.groups
-
-    def expert_parts(self, decoder: Decoder) -> int:
-        """Return `experts`, or by default the greatest common divisor of the copy's devices and the experts."""
-        return math.gcd(self.model, decoder.experts) if self.experts is None else self.experts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -189,7 +114,7 @@ def layout_estimate(decoder: Decoder, compute: Compute, asked: StepAsked, layout
 
 def layout_bytes(decoder: Decoder, compute: Compute, asked: StepAsked, layout: Layout) -> dict[str, float]:
     """Return the bytes of one device by kind on one layout, as `StepEstimate.bytes`."""
-    return _Estimated(decoder, compute, asked, layout).memory_bytes()
+    return step_bytes(decoder, asked, layout, _Estimated(decoder, compute, asked, layout).sequences)
 
 
 class _Estimated:
@@ -240,9 +165,10 @@ class _Estimated:
         step = compute + exposed
         topology = self.compute.topology
         peak = topology.peak_flops("bf16") * topology.num_devices
+        sizes = step_bytes(self.decoder, self.asked, self.layout, self.sequences)
         return StepEstimate(
-            {"data": self.data, "model": self.model}, self.asked, step, compute, exposed, self.memory_bytes(),
-            topology.usable_bytes, flops / peak / step,
+            {"data": self.data, "model": self.model}, self.asked, step, compute, exposed, sizes, topology.usable_bytes,
+            flops / peak / step,
         )  # fmt: skip
 
     def _waited(self, compute: float, gathers: float, scatters: float = 0.0) -> float:
@@ -259,7 +185,7 @@ class _Estimated:
 
     def _stacked(self) -> float:
         """Return the seconds in which a loop over layers copies what it saves into its stacks: a read and a write."""
-        return float(self.compute.memory_seconds(2 * self._saved_bytes()))
+        return float(self.compute.memory_seconds(2 * saved_bytes(self.decoder, self.asked, self.layout)))
 
     def _model_flops(self) -> float:
         """Return the model FLOPs of the step; a decoding step attends to its whole cache."""
@@ -328,7 +254,7 @@ class _Estimated:
             return self._over_scores(self.sequences, asked.seq, self.rows, passes)
         decoder, layers = self.decoder, self.decoder.layers + self.decoder.ahead
         # The cache is read once, however many queries share it.
-        size = decoder.kv_bytes(self.sequences * asked.seq, asked.cache_bytes) / self._kv_parts()
+        size = decoder.kv_bytes(self.sequences * asked.seq, asked.cache_bytes) / kv_parts(decoder, self.layout)
         seconds = float(self.compute.memory_seconds(size))
         if decoder.latent is not None:  # all heads share it, as rows of one matmul
             rows, inner = decoder.heads / self.layout.heads, decoder.latent.key_rank
@@ -389,13 +315,6 @@ class _Estimated:
         local = kernel_work(length, decoder.window, size)
         windowed = 1 - 1 / decoder.global_every
         return full[0] + windowed * (local[0] - full[0]), full[1] + windowed * (local[1] - full[1])
-
-    def _kv_parts(self) -> int:
-        """Return the number of parts of a sequence's keys and values; devices beyond the heads have copies.
-
-        The cache of latent attention has no heads, so all devices have a full copy.
-        """
-        return 1 if self.decoder.latent is not None else min(self.layout.heads, self.decoder.kv_heads)
 
     def _streamed(self) -> float:
         """Return the forward seconds of the elementwise ops of all layers: memory traffic, and launches of kernels.
@@ -500,58 +419,3 @@ class _Estimated:
         share = self.decoder.params / (self.data * self.model)
         # Parameter and moments are read and written. The gradient is read, in four bytes.
         return share * (2 * (asked.param_bytes + 2 * asked.state_bytes) + 4)
-
-    def _widths(self) -> dict[str, int]:
-        """Return the elements for one token of each intermediate of a layer; those of experts in all active ones."""
-        decoder = self.decoder
-        widths = decoder.activation_widths()
-        if decoder.experts > 1:
-            inner = (decoder.active_experts + decoder.shared_experts) * decoder.expert_inner
-            widths |= {name: inner for name in ("gate", "up", "product") if name in widths}
-        return widths
-
-    def _saved_bytes(self) -> float:
-        """Return the bytes of what one device saves for the backward pass."""
-        widths = self._widths()
-        # Policy -> intermediates that are saved; `dots` recomputes norms and the gated product.
-        saved = {
-            "full": ("input",),
-            "dots": tuple(set(widths) - {"normed", "mlp_normed", "product"}),
-            "none": tuple(widths),
-        }[self.asked.remat]
-        layers = self.decoder.layers + self.decoder.ahead
-        return 2.0 * layers * self.tokens / self.model * sum(widths[name] for name in saved)
-
-    def memory_bytes(self) -> dict[str, float]:
-        """Return the bytes of one device by kind; a kind that the step lacks is absent.
-
-        Training splits parameters, moments and gradients over all devices, and scoring parameters. Other steps have a
-        copy of the parameters for each `data`. Only `prefill` and `decode` have a cache, of all sequences at `seq`
-        tokens, or at `room`.
-        """
-        decoder, asked, model = self.decoder, self.asked, self.model
-        parts = model * (self.data if asked.shards_weights else 1)
-        # Each group has all attention weights. Embedding and head are stored in at least two bytes.
-        ends = (1 if decoder.tied else 2) * decoder.vocabulary * decoder.width
-        attention = (decoder.layers + decoder.ahead) * decoder.attention_params
-        repeated = (self.layout.groups - 1) * attention
-        stored = asked.param_bytes * (decoder.params - ends + repeated) + max(2.0, asked.param_bytes) * ends
-        sizes = {"parameters": stored / parts}
-        columns = decoder.vocabulary / model
-        widths = self._widths()
-        layer = 2.0 * self.tokens / model * sum(widths.values())
-        if asked.training:
-            sizes["optimizer state"] = 2 * asked.state_bytes * decoder.params / parts
-            sizes["gradients"] = asked.param_bytes * decoder.params / parts
-            layers, sizes["saved"] = decoder.layers + decoder.ahead, self._saved_bytes()
-            # Gathered parameters in 16 bits: those of a layer, and of the next one in advance.
-            gathered = 2.0 * 2.0 * decoder.params / layers / model if self.data > 1 else 0.0
-            # Logits and their gradient are live between the last layer and its backward pass, not during a layer.
-            sizes["temporaries"] = max(layer + gathered, 4.0 * self.tokens * columns)
-            return sizes
-        if asked.kind in ("prefill", "decode"):
-            stored_tokens = self.sequences * max(asked.seq, asked.room)
-            sizes["cache"] = decoder.kv_bytes(stored_tokens, asked.cache_bytes) / self._kv_parts()
-        rows = self.tokens if asked.kind in ("infer", "score") else asked.batch / self.data
-        sizes["temporaries"] = layer + 4.0 * rows * columns
-        return sizes

@@ -15,7 +15,8 @@ from autoshard.cost.compute import Compute
 from autoshard.cost.topology import Topology
 from autoshard.program import parse_sampling
 from autoshard.serving.decoder_counts import Decoder
-from autoshard.serving.decoder_estimate import Layout, StepAsked, StepEstimate, layout_bytes, layout_estimate
+from autoshard.serving.decoder_estimate import StepEstimate, layout_bytes, layout_estimate
+from autoshard.serving.decoder_step import Layout, StepAsked
 
 
 STORED_BYTES = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0}

@@ -27,7 +27,8 @@ from autoshard.serving import (
     serving_points,
     vllm_commands,
 )
-from autoshard.serving.decoder_estimate import Layout, StepAsked, layout_estimate
+from autoshard.serving.decoder_estimate import layout_estimate
+from autoshard.serving.decoder_step import Layout, StepAsked
 
 
 V6E = Topology.parse("v6e:2x4")

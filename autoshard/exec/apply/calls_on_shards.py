@@ -50,7 +50,7 @@ def lower_calls(
         call = _whole(number, op) if by_hand else planned.get(number, _whole(number, op))
         operands, results = ([_partition_spec(spec) for spec in side] for side in (call.operands, call.results))
         try:
-            with jax.enable_x64(wide or bool(jax.config.jax_enable_x64)):
+            with jax.enable_x64(wide or bool(jax.config.read("jax_enable_x64"))):
                 bodies[number], lowering = lower_on_shards(function, mesh, operands, results, platform, by_hand)
         except ValueError as error:
             if "interpret mode" not in str(error):

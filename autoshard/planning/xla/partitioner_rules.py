@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.cost import BACKENDS
 from autoshard.graph import FactorKind, Op, OpGraph
 from autoshard.planning.xla.axis_assignments import WHOLE, States, local_elements
 from autoshard.planning.xla.spatial_splits import Inner, halo_exchanges, shifts
@@ -163,17 +164,17 @@ def collected_factors(graph: OpGraph, op: Op, backend: str) -> frozenset[int]:
 def called_on_shards(op: Op, states: States, axes: Sequence[int], backend: str) -> NDArray[np.bool_]:
     """Return a mask of the states in which an op's splits need a call on shards, [states].
 
-    The partitioner itself splits a top-k along its rows, for TPUs and GPUs, if no device repeats the work of another.
+    The partitioner itself splits a top-k along its rows on some backends, if no device repeats the work of another.
     Evidence: docs/compiler_behaviour.md, "Splits of a top-k".
 
     - `states`: factor that each mesh axis splits, [states, axes].
     - `axes`: sizes of the mesh axes.
     - `backend`: `cpu`, `tpu` or `gpu`.
     """
-    split: NDArray[np.bool_] = (states >= 0).any(axis=1)
+    split = np.any(states >= 0, axis=1)
     if not op.on_shards or op.rule is None:
         return np.zeros_like(split)
-    if op.opaque is not None or backend == "cpu":
+    if op.opaque is not None or not BACKENDS[backend].selects_in_rows:
         return split
     parallel = [f for f, kind in enumerate(op.rule.kinds) if kind is FactorKind.PARALLEL]
     alone = (np.isin(states, parallel) | (np.array(axes) == 1)).all(axis=1)
