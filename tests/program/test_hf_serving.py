@@ -103,7 +103,7 @@ def test_a_sampled_step_returns_tokens_of_its_logits(sample):
 
 @pytest.mark.parametrize("text", ["", "top_k", "top_k=0", "top_p=0", "top_p=1.1", "top_k=2,top_k=3", "greedy,top_k=2"])
 def test_other_forms_of_sampling_are_refused(text):
-    with pytest.raises(UserError, match="--sample `.*` is not of the form greedy, top_k=50, top_p=0.9 or temperature"):
+    with pytest.raises(UserError, match="sampling `.*` is not of the form greedy, top_k=50, top_p=0.9 or temperature"):
         open_source("hf:llama-tiny", serve="decode", sample=text)
 
 

@@ -65,7 +65,7 @@ def parse_sampling(text: str | None) -> Sampling | None:
         name, _, number = part.strip().partition("=")
         if name in numbers or name not in forms or not re.fullmatch(forms[name], number):
             raise UserError(
-                f"--sample `{text}` is not of the form greedy, top_k=50, top_p=0.9 or "
+                f"sampling `{text}` is not of the form greedy, top_k=50, top_p=0.9 or "
                 "temperature=0.8,top_k=50,top_p=0.9, with top_p above 0 and at most 1."
             )
         numbers[name] = int(number) if name == "top_k" else float(number)
