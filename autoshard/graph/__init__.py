@@ -10,6 +10,7 @@ from autoshard.graph.extraction.opaque_rules import COLLECTIVES as COLLECTIVES
 from autoshard.graph.extraction.opaque_rules import IN as IN
 from autoshard.graph.extraction.opaque_rules import OUT as OUT
 from autoshard.graph.extraction.rolls import ROTATE as ROTATE
+from autoshard.graph.flops import CUDNN as CUDNN
 from autoshard.graph.flops import GROUPED as GROUPED
 from autoshard.graph.flops import GROUPED_GRADIENT as GROUPED_GRADIENT
 from autoshard.graph.flops import MATMULS as MATMULS

@@ -19,6 +19,13 @@ transformers and torchtitan both widen logits before the loss. Loops that keep t
 """
 
 
+EAGER_SHARE = 0.9
+"""Share of a device's memory that tensors of eager torch may fill (assumed, as for degrees).
+
+Blocks that its allocator keeps and NCCL's buffers have the rest.
+"""
+
+
 def chosen_options(plan: Plan) -> dict[str, Any]:
     """Return the options of the plan's source, with the choices of its recipe; empty without both."""
     options = {} if plan.source is None else dict(plan.source.options)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from autoshard.base.units import format_seconds
-from autoshard.cost import Topology
+from autoshard.cost import FRACTION, Topology
 from autoshard.planning.forms.export_forms import Form, Rest, expressible_specs
 from autoshard.planning.forms.propagated_specs import Propagation
 from autoshard.planning.price.analysed_program import analyse_program, as_planned, reprice
@@ -56,7 +56,9 @@ def as_held(plan: Plan, form: Form, free_s: float, other: Candidate | None = Non
         if other is not None:
             line += f"; on this mesh, --for {other.name} takes {format_seconds(other.outcome.step_time_s)} a step"
         lines.append(f"{line}.")
-    return dataclasses.replace(plan, **parts, warnings=(*plan.warnings, *lines))
+    # A step of torch has no memory of JAX's allocator.
+    kept = (each for each in plan.warnings if form.rest is not Rest.DTENSOR or FRACTION not in each)
+    return dataclasses.replace(plan, **parts, warnings=(*kept, *lines))
 
 
 def not_held_words(plan: Plan) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard import mlir
-from autoshard.graph import Op
+from autoshard.graph import CUDNN, Op
 from autoshard.planning.forms.export_forms import Rest
 from autoshard.planning.record.spec import Spec
 from autoshard.planning.space.decision_model import Model, Reshard
@@ -310,10 +310,10 @@ class Propagation:
 
     def _runs_alone(self, op_id: int) -> NDArray[np.bool_]:
         """Return True for the strategies of an op that specs alone can express: no split in space with halos, no call
-        on shards.
+        on shards. DTensor itself splits torch's attention by batch and heads, as cuDNN's kernels are split.
         """
         op, states = self.model.graph.ops[op_id], self.model.nodes[self.model.op_node[op_id]].states
-        if op.on_shards:
+        if op.on_shards and not _is_split_by(self.rest, op):
             return ~called_on_shards(op, states, self.model.axis_sizes, self.model.mesh.topology.backend)
         return ~split_in_space(op, states) if op.halos else np.ones(len(states), dtype=bool)
 
@@ -374,12 +374,21 @@ def _seconds(reshard: Reshard) -> NDArray[np.float64]:
     return total if reshard.forbidden is None else np.where(reshard.forbidden, np.inf, total)
 
 
-def needs_pins(model: Model, choices: NDArray[np.int64]) -> bool:
-    """Return True if a choice splits an op in space or runs a call on shards, which specs alone cannot express."""
+def _is_split_by(rest: Rest, op: Op) -> bool:
+    """Return True for a call that the system of a form splits itself: attention, in DTensor's op of torch."""
+    return rest is Rest.DTENSOR and op.opaque is not None and op.opaque.target.startswith(CUDNN)
+
+
+def needs_pins(model: Model, choices: NDArray[np.int64], rest: Rest) -> bool:
+    """Return True if a choice splits an op in space or runs a call on shards, which specs alone cannot express.
+
+    - `rest`: system that splits the ops, see `_is_split_by`.
+    """
     for op_id, node in model.op_node.items():
         op, state = model.graph.ops[op_id], model.nodes[node].states[int(choices[node])][None, :]
         if op.halos and split_in_space(op, state)[0]:
             return True
-        if called_on_shards(op, state, model.axis_sizes, model.mesh.topology.backend)[0]:
+        alone = called_on_shards(op, state, model.axis_sizes, model.mesh.topology.backend)[0]
+        if alone and not _is_split_by(rest, op):
             return True
     return False

@@ -244,7 +244,7 @@ class SpecSearch:
         """
         completion = self.propagation.complete(given)
         choices = completion.choices
-        if completion.disputed or needs_pins(self.model, choices) or not self.required.holds(choices):
+        if completion.disputed or needs_pins(self.model, choices, self.form.rest) or not self.required.holds(choices):
             return None
         if not divides_work(self.form, given, self.roles, self.model.mesh.axes):
             return None

@@ -202,7 +202,7 @@ def _best_names(
             return
         choices = named.choices(mappings)
         made = None
-        if not needs_pins(model, choices) and required.holds(choices):
+        if not needs_pins(model, choices, form.rest) and required.holds(choices):
             try:
                 made = evaluated_candidate(model, form.name, choices, evaluate(model, choices), limits.memory_bytes)
             except ValueError:  # two alternatives exclude each other

@@ -13,7 +13,7 @@ from autoshard.base.shared_results import sharing_results
 from autoshard.base.units import format_bytes
 from autoshard.cost import Topology, candidate_meshes
 from autoshard.errors import InfeasibleError, UserError
-from autoshard.planning.forms.eager_memory import eager_peak
+from autoshard.planning.forms.eager_memory import EAGER_SHARE, eager_peak
 from autoshard.planning.forms.export_forms import form_named
 from autoshard.planning.forms.held_recipes import holds_remat
 from autoshard.planning.mesh.mesh_attempt import Incumbent, unusable
@@ -309,13 +309,15 @@ class RecipeSearch:
         self.splits[recipe] = splits_sequence(result.plan.axis_roles)
         prediction = result.plan.prediction
         eager = eager_peak(result.plan, prediction) if self.is_gathered else None
-        if self.of_source and eager is not None and eager > self.limit >= prediction.peak_bytes:
+        full = eager is not None and eager > EAGER_SHARE * self.limit and prediction.peak_bytes <= self.limit
+        if self.of_source and full and eager is not None:
             reason = f"does not fit: eager torch needs {format_bytes(eager)}"
             self.tried.append(RecipeTried(recipe, RecipeOutcome.UNFIT, reason, elements=elements, bound_s=bound))
             self.refused = InfeasibleError(
                 f"no recipe fits that the {options.form} form holds: eager torch needs {format_bytes(eager)} of one "
-                f"device for {recipe}, more than {format_bytes(self.limit)}. It keeps logits in float32, and embedding "
-                "and head gathered. Use a smaller --batch or more devices, or plan without --for."
+                f"device for {recipe}, more than {EAGER_SHARE:.0%} of {format_bytes(self.limit)}. It keeps logits in "
+                "float32, and embedding and head gathered. Use a smaller --batch or more devices, or plan without "
+                "--for."
             )
             return False
         times = prediction.step_time_s, elements, prediction.peak_bytes, bound, prediction.expected_s

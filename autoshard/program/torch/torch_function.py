@@ -282,6 +282,15 @@ class TorchFunction:
             for name, value in before.items():
                 setattr(self, name, value)
 
+    @contextlib.contextmanager
+    def attends_in(self, kernel: str) -> Iterator[None]:
+        """Compute attention in another kernel (`KERNELS`) inside the context, such as in ops that JAX can analyse."""
+        kept, self.attention = self.attention, kernel
+        try:
+            yield
+        finally:
+            self.attention = kept
+
     def __call__(
         self, params: Mapping[str, Any], args: Any, kwargs: Any, buffers: Mapping[str, Any] | None = None
     ) -> Any:

@@ -218,7 +218,7 @@ def from_torch(
             return jax.tree.leaves(forward(*args) if loss is None else loss_of(*args))[0]
 
         args = function.params, batch, *((function.buffers,) if function.buffers else ())
-        with without_batch_statistics() as norms:
+        with without_batch_statistics() as norms, function.attends_in("plain"):
             found = doubled_reduction(traced, args, 1, {key: dims.get(key, -1) for key in batch})
         return dataclasses.replace(found, norms=bool(norms))
 

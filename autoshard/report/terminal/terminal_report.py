@@ -137,12 +137,14 @@ def _step_words(plan: Plan, eager_s: float | None) -> str:
     """Return the words of the headline on the step: its time, tokens a second, MFU and the best baseline.
 
     A compiled time that the prediction misses beyond the estimate's error stands first. Its tokens a second are of that
-    time, and it is compared with no baseline, as those are not compiled.
+    time, and it is compared with no baseline, as those are not compiled. A time in eager torch stands before both, and
+    tokens a second and MFU are of it.
     """
     prediction, compiled = plan.prediction, plan.compiled
     predicted_s, step_s = prediction.step_time_s, prediction.step_time_s
     words = f"{format_seconds(predicted_s)} ({plan.time_error_words})"
-    words += f", {format_seconds(eager_s)} in eager torch" if eager_s else ""
+    if eager_s:
+        words = f"{format_seconds(eager_s)} in eager torch, {format_seconds(predicted_s)} as XLA compiles it"
     source = ""
     if compiled is not None and compiled.step_time_s and (factor := _missed(predicted_s, compiled.step_time_s)):
         estimated = f"{format_seconds(compiled.step_time_s)} +- {compiled.error or 0:.0%} as compiled"
@@ -153,14 +155,15 @@ def _step_words(plan: Plan, eager_s: float | None) -> str:
         else:
             words = f"{words} as predicted, {estimated}: undecided, they differ by less than the estimate's error"
     if plan.origin.tokens and step_s > 0:
-        rate = plan.origin.tokens / step_s
+        rate = plan.origin.tokens / (eager_s or step_s)
         share = format_count(rate / math.prod(plan.mesh.values()))
         words += f", {format_count(rate)} tokens/s ({share} a device){source}"
     if step_s != predicted_s:
         return f"{words}; not compared with baselines"
     if prediction.mfu is not None:
         narrow = figures.quantized(plan)
-        words += f", MFU {prediction.mfu:.1%}" + (f" of the peak in {narrow}" if narrow else "")
+        mfu = prediction.mfu * predicted_s / (eager_s or predicted_s)
+        words += f", MFU {mfu:.1%}" + (f" of the peak in {narrow}" if narrow else "")
     return f"{words}; {_against_best(plan)}"
 
 

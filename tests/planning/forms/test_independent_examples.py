@@ -190,3 +190,39 @@ def test_exports_that_gather_refuse_or_state_what_the_batch_does(tmp_path: Path)
     with pytest.raises(UserError, match="mixes examples"):
         file.write_text(FILE.format(loss="(output @ output.T).square().mean()"))
         autoshard.plan(str(file), topology="cpu:2", program_options=options, form="fsdp2")
+
+
+class Attending(nn.Module):
+    """Self-attention with torch's op, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(128, 384), nn.Linear(128, 10)
+
+    def forward(self, x):
+        rows, length, width = x.shape
+        queries, keys, values = self.qkv(x).view(rows, length, 3, 2, width // 2).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(queries, keys, values)
+        return self.out(mixed.transpose(1, 2).reshape(rows, length, width).mean(1))
+
+
+def attending() -> autoshard.Program:
+    x, targets = torch.empty(64, 128, 128), torch.zeros(64, dtype=torch.long)
+    options = {"train": True, "dtype": "bfloat16", "attention": "cudnn"}
+    return from_torch(Attending(), x, targets=targets, loss=F.cross_entropy, **options)
+
+
+def test_attention_of_a_gpus_kernel_keeps_examples_apart() -> None:
+    program = attending()
+    reduction = examples_reduction(program)
+    assert reduction is not None and reduction.kind is not Reduction.OTHER, reduction
+    check_planned(form_named("fsdp2"), program)
+
+
+def test_dtensor_splits_attention_of_a_gpus_kernel_as_torch_does() -> None:
+    """Compare with FSDP, whose processes compute attention of their own examples."""
+    given = {"topology": "h100:8", "mesh": "data=8"}
+    ours, theirs = (autoshard.plan(attending(), form=form, **given) for form in ("dtensor", "fsdp2"))
+    assert ours.prediction.compute_s == pytest.approx(theirs.prediction.compute_s, rel=0.1)
+    assert not any("cudnn_attention" in line and "same work" in line for line in ours.warnings)
+    assert any("cudnn_attention" in op.kind for op in ours.ops)
