@@ -5,7 +5,7 @@ import math
 import re
 from typing import Any
 
-from autoshard.base.units import dtype_bits
+from autoshard.base.units import dtype_bits, format_bytes
 from autoshard.planning.record.plan_parts import Prediction
 from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.record.spec import is_stacked
@@ -83,3 +83,23 @@ def eager_peak(plan: Plan, prediction: Prediction) -> int | None:
     sharing = math.prod(plan.mesh[axis] for axis in set(plan.batch_axes) & splitting or plan.batch_axes)
     at_end = stored + max(2 * trained + trained // sharing, (root + 3 * table) * tied)
     return kept + max(at_loss, in_layers, at_end, 2 * stored)
+
+
+def needed_by_eager_torch(plan: Plan, limit: int) -> str:
+    """Return the bytes in words that eager torch needs for a plan, if they exceed its share of `limit`; else empty.
+
+    Empty, too, for a plan that does not fit as XLA compiles it.
+    """
+    eager = eager_peak(plan, plan.prediction)
+    if eager is None or eager <= EAGER_SHARE * limit or plan.prediction.peak_bytes > limit:
+        return ""
+    return format_bytes(eager)
+
+
+def refused_by_eager_torch(recipe: str, form: str | None, needed: str, limit: int) -> str:
+    """Return the sentence that refuses a recipe for a form, of which eager torch needs more than its share."""
+    return (
+        f"no recipe fits that the {form} form holds: eager torch needs {needed} of one device for {recipe}, more than "
+        f"{EAGER_SHARE:.0%} of {format_bytes(limit)}. It keeps logits in float32, and embedding and head gathered. Use "
+        "a smaller --batch or more devices, or plan without --for."
+    )

@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard import mlir
-from autoshard.graph import CUDNN, Op
+from autoshard.graph import CUDNN, TOP_K, FactorKind, Op
 from autoshard.planning.forms.export_forms import Rest
 from autoshard.planning.record.spec import Spec
 from autoshard.planning.space.decision_model import Model, Reshard
 from autoshard.planning.space.op_strategies import result_states
-from autoshard.planning.xla.axis_assignments import WHOLE
+from autoshard.planning.xla.axis_assignments import WHOLE, States
 from autoshard.planning.xla.partitioner_rules import called_on_shards
 from autoshard.planning.xla.spatial_splits import split_in_space
 
@@ -310,11 +310,12 @@ class Propagation:
 
     def _runs_alone(self, op_id: int) -> NDArray[np.bool_]:
         """Return True for the strategies of an op that specs alone can express: no split in space with halos, no call
-        on shards. DTensor itself splits torch's attention by batch and heads, as cuDNN's kernels are split.
+        on shards.
         """
         op, states = self.model.graph.ops[op_id], self.model.nodes[self.model.op_node[op_id]].states
-        if op.on_shards and not _is_split_by(self.rest, op):
-            return ~called_on_shards(op, states, self.model.axis_sizes, self.model.mesh.topology.backend)
+        if op.on_shards:
+            called = called_on_shards(op, states, self.model.axis_sizes, self.model.mesh.topology.backend)
+            return ~called | _splits_itself(self.rest, op, states)
         return ~split_in_space(op, states) if op.halos else np.ones(len(states), dtype=bool)
 
     def _cheapest(
@@ -374,21 +375,29 @@ def _seconds(reshard: Reshard) -> NDArray[np.float64]:
     return total if reshard.forbidden is None else np.where(reshard.forbidden, np.inf, total)
 
 
-def _is_split_by(rest: Rest, op: Op) -> bool:
-    """Return True for a call that the system of a form splits itself: attention, in DTensor's op of torch."""
-    return rest is Rest.DTENSOR and op.opaque is not None and op.opaque.target.startswith(CUDNN)
+def _splits_itself(rest: Rest, op: Op, states: States) -> NDArray[np.bool_]:
+    """Return a mask of the states in which the system of a form itself splits an op that XLA would gather, [states].
+
+    DTensor splits torch's attention by batch and heads, as cuDNN's kernel is split, and a top-k by rows.
+    """
+    if rest is not Rest.DTENSOR or op.rule is None:
+        return np.zeros(len(states), dtype=bool)
+    if op.kind == TOP_K:
+        selected = [f for f, kind in enumerate(op.rule.kinds) if kind is FactorKind.REDUCTION]
+        return ~np.any(np.isin(states, selected), axis=1)
+    return np.full(len(states), op.opaque is not None and op.opaque.target.startswith(CUDNN))
 
 
 def needs_pins(model: Model, choices: NDArray[np.int64], rest: Rest) -> bool:
     """Return True if a choice splits an op in space or runs a call on shards, which specs alone cannot express.
 
-    - `rest`: system that splits the ops, see `_is_split_by`.
+    - `rest`: system that splits the ops, see `_splits_itself`.
     """
     for op_id, node in model.op_node.items():
         op, state = model.graph.ops[op_id], model.nodes[node].states[int(choices[node])][None, :]
         if op.halos and split_in_space(op, state)[0]:
             return True
-        alone = called_on_shards(op, state, model.axis_sizes, model.mesh.topology.backend)[0]
-        if alone and not _is_split_by(rest, op):
+        called = called_on_shards(op, state, model.axis_sizes, model.mesh.topology.backend)
+        if (called & ~_splits_itself(rest, op, state))[0]:
             return True
     return False

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.base.shared_results import sharing_results
-from autoshard.base.units import format_bytes
 from autoshard.cost import Topology, candidate_meshes
 from autoshard.errors import InfeasibleError, UserError
-from autoshard.planning.forms.eager_memory import EAGER_SHARE, eager_peak
+from autoshard.planning.forms.eager_memory import needed_by_eager_torch, refused_by_eager_torch
 from autoshard.planning.forms.export_forms import form_named
 from autoshard.planning.forms.held_recipes import holds_remat
 from autoshard.planning.mesh.mesh_attempt import Incumbent, unusable
@@ -308,17 +307,11 @@ class RecipeSearch:
         self.wall = {k: self.wall.get(k, 0.0) + result.wall_s.get(k, 0.0) for k in {**self.wall, **result.wall_s}}
         self.splits[recipe] = splits_sequence(result.plan.axis_roles)
         prediction = result.plan.prediction
-        eager = eager_peak(result.plan, prediction) if self.is_gathered else None
-        full = eager is not None and eager > EAGER_SHARE * self.limit and prediction.peak_bytes <= self.limit
-        if self.of_source and full and eager is not None:
-            reason = f"does not fit: eager torch needs {format_bytes(eager)}"
+        needed = needed_by_eager_torch(result.plan, self.limit) if self.is_gathered and self.of_source else ""
+        if needed:
+            reason = f"does not fit: eager torch needs {needed}"
             self.tried.append(RecipeTried(recipe, RecipeOutcome.UNFIT, reason, elements=elements, bound_s=bound))
-            self.refused = InfeasibleError(
-                f"no recipe fits that the {options.form} form holds: eager torch needs {format_bytes(eager)} of one "
-                f"device for {recipe}, more than {EAGER_SHARE:.0%} of {format_bytes(self.limit)}. It keeps logits in "
-                "float32, and embedding and head gathered. Use a smaller --batch or more devices, or plan without "
-                "--for."
-            )
+            self.refused = InfeasibleError(refused_by_eager_torch(str(recipe), options.form, needed, self.limit))
             return False
         times = prediction.step_time_s, elements, prediction.peak_bytes, bound, prediction.expected_s
         row = with_skipped_meshes(
