@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -409,23 +409,37 @@ class _Explainer:
         return f"wins if it saved {format_seconds(delta)} elsewhere"
 
 
-def _added(base: tuple[Collective, ...], other: tuple[Collective, ...]) -> list[Collective]:
-    """Return the collectives of `other` beyond those of `base`, the slowest first.
+def _added(base: Sequence[Collective], other: Sequence[Collective]) -> list[Collective]:
+    """Return the collectives of `other` beyond those of `base`, the slowest first, one for each kind and axes.
 
-    Both are matched by kind, axes, cause and the flag `hidden`. Count, bytes and seconds of matched ones are
-    differences; rows with no more seconds than in `base` are dropped.
+    Count, bytes and seconds are differences of sums; those with no more seconds than in `base` are dropped. Causes do
+    not match: a loop's collectives are listed under the name of the largest, which may be another one in `base`.
     """
-    before: dict[tuple[Any, ...], Collective] = {(c.kind, c.axes, c.hidden, c.cause): c for c in base}
-    added = []
-    for c in other:
-        old = before.get((c.kind, c.axes, c.hidden, c.cause))
-        more = c if old is None else dataclasses.replace(
-            c, count=c.count - old.count, wire_bytes=c.wire_bytes - old.wire_bytes, seconds=c.seconds - old.seconds,
-            exposed_s=c.waited_s - old.waited_s,
-        )  # fmt: skip
+
+    def joined(collectives: Sequence[Collective]) -> dict[tuple[str, tuple[str, ...]], Collective]:
+        """Return the sum of the collectives of each kind and axes, with the cause and line of the slowest."""
+        sums: dict[tuple[str, tuple[str, ...]], Collective] = {}
+        for c in sorted(collectives, key=lambda c: (-c.seconds, c.cause)):
+            sums[c.kind, c.axes] = c if (old := sums.get((c.kind, c.axes))) is None else _plus(old, c, 1)
+        return sums
+
+    before, added = joined(base), []
+    for key, c in joined(other).items():
+        more = _plus(c, before[key], -1) if key in before else c
         if more.seconds > 0:
             added.append(more)
-    return sorted(added, key=lambda c: (-c.seconds, c.kind, c.axes, c.cause))
+    return sorted(added, key=lambda c: (-c.seconds, c.kind, c.axes))
+
+
+def _plus(one: Collective, other: Collective, sign: int) -> Collective:
+    """Return `one` with the count, bytes and seconds of `other` added, or subtracted for a `sign` of -1."""
+    return dataclasses.replace(
+        one,
+        count=one.count + sign * other.count,
+        wire_bytes=one.wire_bytes + sign * other.wire_bytes,
+        seconds=one.seconds + sign * other.seconds,
+        exposed_s=one.waited_s + sign * other.waited_s,
+    )
 
 
 def explanation_figures(found: Explanation) -> dict[str, Any]:

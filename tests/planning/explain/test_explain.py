@@ -27,7 +27,8 @@ from autoshard.planning import (
     read_asked,
     save_plan,
 )
-from autoshard.planning.explain.explanation import named
+from autoshard.planning.explain.explanation import _added, named
+from autoshard.planning.record.plan_parts import Collective
 from autoshard.program import Program, open_source, trace
 from autoshard.report.terminal.explanation_report import explanation_report, step_limits
 from tests.planning.programs import wide_mlp
@@ -281,3 +282,18 @@ def test_lines_that_take_most_compute_are_named_with_their_limit() -> None:
         assert any(f"as shares of the step: {words} 30% (add, limited" in line for line in named), named
     waiting = dataclasses.replace(prediction, compute_s=0.4 * step)
     assert not any(line.startswith("Compute is") for line in step_limits(dataclasses.replace(plan, prediction=waiting)))
+
+
+def test_collectives_are_compared_by_kind_and_axes() -> None:
+    """Merge the gathers of a loop under another name: only what takes longer is added."""
+    base = (
+        Collective("all-gather", ("data",), 2, 80, 0.2, True, "up"),
+        Collective("all-reduce", ("data",), 1, 8, 0.1, False),
+    )
+    other = (
+        Collective("all-gather", ("data",), 1, 60, 0.15, True, "down"),
+        Collective("all-gather", ("data",), 2, 30, 0.06, False),
+    )
+    (one,) = _added(base, other)
+    assert (one.kind, one.count, one.wire_bytes, one.cause) == ("all-gather", 1, 10, "down")
+    assert one.seconds == pytest.approx(0.01) and one.waited_s == pytest.approx(0.06)
