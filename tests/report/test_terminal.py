@@ -238,6 +238,14 @@ def test_numbers_at_the_end_of_words_count_layers_from_three_on():
     assert [name for name, _ in fold([f"b{i}.w" for i in range(3)], key=lambda name: name)] == ["b0.w", "b1.w", "b2.w"]
 
 
+def test_meshes_of_a_plan_for_a_form_are_compared_without_it(plan: Plan):
+    meshes = (MeshTried("data=32,model=8", "", 3.1, 3.0, "chosen"), MeshTried("data=256", "", 3.3, 3.2, "6.5% slower"))
+    provenance = {**plan.provenance, "for": "flax"}
+    text = " ".join(rendered(dataclasses.replace(plan, meshes=meshes, provenance=provenance)).split())
+    assert "6.5% slower These are plans without the flax form, in which the chosen mesh takes 3.1 s." in text
+    assert "without the" not in " ".join(rendered(dataclasses.replace(plan, meshes=meshes)).split())
+
+
 def test_meshes_that_are_not_solved_share_a_line(plan: Plan):
     solved = MeshTried("data=4,model=4", "", 1.0, 0.9, "12.0% slower")
     large = [MeshTried(f"data={n},model=4", "", None, 1e-3 * n, f"{UNSOLVED}: {n} M pairs") for n in (2, 3)]
