@@ -91,7 +91,7 @@ def test_a_planned_decode_step_returns_the_tokens_of_one_device(sample: str):
     np.testing.assert_array_equal(np.asarray(compiled(*placed)[1]), np.asarray(wanted))
 
 
-@pytest.mark.parametrize("topology", ["v5e:2x4", "h100:8"])
+@pytest.mark.parametrize("topology", ["v5e:2x4", pytest.param("h100:8", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", ["plain top-k", "top-k"])
 def test_compilers_for_chips_send_the_best_of_each_shard(name: str, topology: str):
     def step(hidden: Any, head: Any, key: Any) -> Any:

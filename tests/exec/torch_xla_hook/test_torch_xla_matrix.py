@@ -11,6 +11,10 @@ MODEL = ["--optimizers", "momentum"]
 STEPS = 4
 
 
+pytestmark = pytest.mark.full
+"""Posted and random scripts are compared with eager torch in `make test`."""
+
+
 @pytest.fixture(scope="module")
 def rows() -> dict[str, Any]:
     """Run a convolutional net, with norms in every step and a spec that changes between a convolution and its bias."""
@@ -19,7 +23,6 @@ def rows() -> dict[str, Any]:
     return {"plain": plain["momentum"], "split": split["momentum"]}
 
 
-@pytest.mark.full
 def test_losses_equal_the_unsharded_run(rows: dict[str, Any]):
     off = torch_xla_matrix.largest_difference(rows["split"]["losses"], rows["plain"]["losses"])
     assert off < torch_xla_matrix.ALLOWED
