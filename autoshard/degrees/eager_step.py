@@ -23,24 +23,24 @@ def eager_step_s(plan: Plan) -> float | None:
     Return None for a form that does not gather parameters, and for a plan that degrees cannot state. The program must
     be a dense decoder's configuration, with matmuls in 16 bits and a remat policy of `_RECOMPUTED`.
     """
-    form, source, place = FORMS.get(plan.origin.form or ""), plan.source, Topology.parse(plan.topology)
-    if form is None or not form.gathers or source is None or not source.is_configuration:
+    form, source, labels = FORMS.get(plan.origin.form or ""), plan.source, plan.shapes.get("batch.labels")
+    if form is None or not form.gathers or source is None or not source.is_configuration or not labels:
         return None
-    options = chosen_options(plan)
+    options, place = chosen_options(plan), Topology.parse(plan.topology)
     recompute = _RECOMPUTED.get(str(options.get("remat") or "none"))
-    if recompute is None or not options.get("train") or options.get("quantize") or options.get("lora"):
+    if recompute is None or any(options.get(name) not in (None, "none") for name in ("quantize", "lora")):
         return None
     if place.chip.name not in host_figures().attention_efficiency["flash"]:
         return None
     replicas = math.prod(plan.mesh[axis] for axis in plan.batch_axes)
-    micro, batch = int(options.get("microbatches") or 1), int(options["batch"])
+    micro, batch = int(options.get("microbatches") or 1), math.prod(labels[:-1])
     split = {axis for name, spec in plan.arguments.items() if plan.is_weight(name) for axis in spec.axes}
     try:
         decoder = gpu_decoder(source.program)
         if decoder.experts > 1 or batch % (replicas * micro):
             return None
         run = GpuRun(
-            decoder, place, "torchtitan", int(options["seq"]), replicas, place.num_devices // replicas, 1,
+            decoder, place, "torchtitan", labels[-1], replicas, place.num_devices // replicas, 1,
             batch // replicas // micro, micro, 3 if split & set(plan.batch_axes) else 0, recompute,
         )  # fmt: skip
     except UserError:
