@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from autoshard.base.providers import provides
 from autoshard.cost import Topology, make_mesh
 from autoshard.errors import UserError
+from autoshard.planning.explain.alternatives_in_form import COMPLETED, WithinForm
+from autoshard.planning.forms.export_forms import FORMS
 from autoshard.planning.price.analysed_program import analyse_program, as_planned, build_model, reprice
 from autoshard.planning.price.evaluate import Outcome, evaluate, tensor_spec
 from autoshard.planning.record.plan_origin import Source
@@ -23,6 +25,7 @@ from autoshard.planning.solve.time_weights import even_weights, normalise
 from autoshard.planning.solve.weight_search import make_candidate
 from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.derived_axes import axis_parts_of
+from autoshard.planning.space.dim_groups import Groups
 from autoshard.planning.space.user_constraints import Required, near_names, require_lines
 from autoshard.program import Program, open_source, store_program, stored_program
 from autoshard.solver import processor_seconds
@@ -49,9 +52,11 @@ class Alternative:
     """True for the plan's own spec."""
     how: str
     """Method of its price. `solved`: all other decisions are solved again; `held`: all other decisions are fixed.
+    `completed`: the other arguments are fixed, and the form's framework splits the rest.
 
     Without a price it is `impossible` if the solver found no other decisions. It is `unsolved` if the fixed ones
-    exclude it and the solver was not asked.
+    exclude it and the solver was not asked. It is `inexpressible` if the plan's form cannot hold it,
+    and `unpriced` if the time ended before.
     """
     step_time_s: float | None
     """Seconds of a step; nearly full memory adds nothing."""
@@ -88,6 +93,8 @@ class Explanation:
     """
     alike: tuple[str, ...] = ()
     """Other tensors that the given name matches, of the same shape and spec, for which this one stands."""
+    form: str = ""
+    """Form within which the plan was made, and within which its alternatives are priced; empty for none."""
 
 
 @provides("explain")
@@ -121,9 +128,14 @@ def explain_plan(
     program = as_planned(program or reopen(plan, kept=kept), plan)
     if program.fingerprint != plan.program_fingerprint:
         raise UserError(f"the program is not the one of the plan ({plan.program_name}): it has changed; plan it again.")
-    model, choices, required = _rebuild(plan, program, kept)
-    explanation = _Explainer(plan, model, choices, required, time_limit if solve else 0.0, seed).explain(name)
-    return dataclasses.replace(explanation, alike=tuple(alike))
+    model, choices, required, groups = _rebuild(plan, program, kept)
+    form = FORMS.get(plan.origin.form)
+    within = None
+    if form is not None and form.rest in COMPLETED and name in plan.arguments:
+        within = WithinForm(form, plan, model, groups, required, name, seed)
+    limit = time_limit if solve else 0.0
+    explanation = _Explainer(plan, model, choices, required, limit, seed, within).explain(name)
+    return dataclasses.replace(explanation, alike=tuple(alike), form=within.form.name if within is not None else "")
 
 
 def named(plan: Plan, name: str) -> list[str]:
@@ -222,8 +234,8 @@ def _identity(plan: Plan) -> list[Any]:
     ]
 
 
-def _rebuild(plan: Plan, program: Program, kept: bool) -> tuple[Model, NDArray[np.int64], Required]:
-    """Return the priced model of a plan, its choice of each node, and the user's constraints on the model.
+def _rebuild(plan: Plan, program: Program, kept: bool) -> tuple[Model, NDArray[np.int64], Required, Groups]:
+    """Return the priced model of a plan, its choice of each node, the user's constraints on the model, and dim groups.
 
     If the plan cut an axis in two, the constraints are read on the uncut mesh and mapped to the states of the cut one.
     """
@@ -232,11 +244,12 @@ def _rebuild(plan: Plan, program: Program, kept: bool) -> tuple[Model, NDArray[n
     model, choices = reprice(plan, program, reading)
     lines, axis_parts = plan.origin.asked, axis_parts_of(reading.groups, mesh)
     if axis_parts is None or not lines:
-        return model, choices, require_lines(model, reading.groups, lines)
+        return model, choices, require_lines(model, reading.groups, lines), reading.groups
     limit, staged = plan.memory_limit_bytes, plan.origin.staged
     original = build_model(program, reading, axis_parts.original, limit, model.compute.calibration, staged=staged)
     asked = require_lines(original, reading.groups, lines)
-    return model, choices, Required(axis_parts.allowed(original, model, asked.allowed), asked.pinned)
+    allowed = axis_parts.allowed(original, model, asked.allowed)
+    return model, choices, Required(allowed, asked.pinned), reading.groups
 
 
 class _Explainer:
@@ -250,10 +263,11 @@ class _Explainer:
         required: Required,
         time_limit: float,
         seed: int,
+        within: WithinForm | None = None,
     ) -> None:
         """Evaluate the plan's choices, and index the tensors of results and arguments by name; arguments win."""
         self.plan, self.model, self.choices, self.required = plan, model, choices, required
-        self.time_limit, self.seed = time_limit, seed
+        self.time_limit, self.seed, self.within = time_limit, seed, within
         self.base = evaluate(model, choices)
         program, graph = model.program, model.graph
         self.tensors = {r.name: t for r, t in zip(program.results, graph.results, strict=True)}
@@ -303,6 +317,8 @@ class _Explainer:
         own = Alternative(
             chosen, True, "solved", self.base.step_time_s, 0.0, self.base.peak_bytes, True, (), "it is the choice"
         )
+        if self.within is not None:
+            return (own, *self.alternatives_within(self.within, node, rows))
         held = {spec: self.held(node, members) for spec, members in rows.items()}
         ranked = sorted(rows, key=lambda s: (held[s] is None, held[s].step_time_s if held[s] else len(s.axes), str(s)))  # type: ignore[union-attr]
         wanted = ranked if self.time_limit > 0 else [spec for spec in ranked if held[spec] is None]
@@ -315,6 +331,27 @@ class _Explainer:
             others.append(self.alternative(spec, how, outcome or held[spec]))
         others.sort(key=lambda a: (a.step_time_s is None, a.step_time_s or 0.0, str(a.spec)))
         return (own, *others)
+
+    def alternatives_within(self, within: WithinForm, node: int, rows: Mapping[Spec, list[int]]) -> list[Alternative]:
+        """Return alternatives by step time, each with the best step that the plan's form can hold.
+
+        Without a time limit, the other arguments stay as they are; with one, their specs are searched too. Specs that
+        begin after the limit, those with the most axes, have no price.
+        """
+        found, began = [], processor_seconds()
+        limit = self.time_limit or FREED_S
+        for number, spec in enumerate(sorted(rows, key=lambda s: (len(s.axes), str(s)))):
+            left = limit - (processor_seconds() - began)
+            if left <= 0:
+                found.append(self.alternative(spec, "unpriced", None))
+                continue
+            states = np.zeros(len(self.model.nodes[node].states), dtype=bool)
+            states[rows[spec]] = True
+            share = max(1.0, left / (len(rows) - number))
+            outcome = within.price(spec, node, states, share, search=self.time_limit > 0)
+            priced = "solved" if self.time_limit > 0 else "completed"
+            found.append(self.alternative(spec, priced if outcome is not None else "inexpressible", outcome))
+        return sorted(found, key=lambda a: (a.step_time_s is None, a.step_time_s or 0.0, str(a.spec)))
 
     def all_solved(self, node: int, rows: Mapping[Spec, list[int]], limit: float) -> dict[Spec, Outcome | None]:
         """Return the outcome of each spec of `rows`, as of `solved`, in order until `limit` processor seconds end."""

@@ -89,6 +89,8 @@ class SpecSearch:
             for a, t in zip(program.arguments, model.graph.arguments, strict=True)
             if model.structure.cluster_of[t] >= 0
         }
+        asked = [n for n, t in self.tensors.items() if self.node(t) in required.allowed]
+        self.pinned = {n: specs[0] for n in asked if len(specs := self.alternatives(n)) == 1}
         self.own = [n for n in self.tensors if form.state or self.roles[n] != Role.OPTIMIZER_STATE]
         self.tries = HEARD if form.rest is Rest.XLA else TRIES
         self.tried: dict[tuple[tuple[str, Spec | None], ...], Candidate | None] = {}
@@ -224,12 +226,13 @@ class SpecSearch:
         return expressible_specs(self.form, specs, self.shapes, self.roles, self.model.mesh.axes)
 
     def price_specs(self, specs: Mapping[str, Spec] | None) -> None:
-        """Price a set of specs, as the form expresses it, once; store it if it is the best so far. None, or a spent
-        search, does nothing.
+        """Price a set of specs once, as the form expresses it, and store it if it is the best so far.
+
+        Specs that constraints fix replace those of the set. None, or a spent search, does nothing.
         """
         if specs is None or self.spent:
             return
-        given = self.expressed(specs)
+        given = self.expressed({**specs, **self.pinned})
         key = tuple(given.items())
         if key not in self.tried:
             self.tried[key] = candidate = self.candidate_of(given)
@@ -306,10 +309,14 @@ class SpecSearch:
         """Return the bytes of some arguments, before they are split."""
         return sum(self.model.graph.tensors[self.tensors[name]].bytes for name in names)
 
+    def node(self, tensor: int) -> int:
+        """Return the node of the model that decides the spec of a tensor with a cluster."""
+        return self.model.cluster_node[self.model.structure.cluster_of[tensor]]
+
     def alternatives(self, name: str) -> list[Spec]:
         """Return the distinct specs of an argument that the constraints allow, in the order of its states."""
         model, tensor = self.model, self.tensors[name]
-        node = model.cluster_node[model.structure.cluster_of[tensor]]
+        node = self.node(tensor)
         trial = np.zeros(len(model.nodes), dtype=np.int64)
         allowed = self.required.allowed.get(node, np.ones(len(model.nodes[node].states), dtype=bool))
         specs = {}

@@ -36,7 +36,10 @@ SHOWN = 10
 HOW = {
     "solved": "everything else chosen again",
     "held": "everything else as it is",
+    "completed": "other arguments as they are",
+    "inexpressible": "the form cannot hold it",
     "impossible": "its neighbours exclude it",
+    "unpriced": "not priced within the time limit",
     "unsolved": "needs other decisions too: add --solve",
 }
 """Words for the values of `Alternative.how`."""
@@ -88,6 +91,9 @@ def _explained(found: Explanation) -> RenderableType:
         solved = any(one.how == "solved" and not one.chosen for one in found.alternatives)
         rest = f"without it, {HOW['solved']}" if solved else "--solve chooses the rest again"
         lines.append(Text(f"  * {HOW['held']}; {rest}", style="dim"))
+    if any(one.how == "completed" for one in found.alternatives):
+        line = f"  * within --for {found.form}: {HOW['completed']}; --solve searches their specs too"
+        lines.append(Text(line, style="dim"))
     rest = len(found.alternatives) - SHOWN - 1
     if rest > 0:
         lines.append(Text(f"  and {rest} more that are slower", style="dim"))

@@ -297,3 +297,26 @@ def test_collectives_are_compared_by_kind_and_axes() -> None:
     (one,) = _added(base, other)
     assert (one.kind, one.count, one.wire_bytes, one.cause) == ("all-gather", 1, 10, "down")
     assert one.seconds == pytest.approx(0.01) and one.waited_s == pytest.approx(0.06)
+
+
+@pytest.mark.parametrize("form", ["dtensor", "fsdp2", "jax"])
+def test_alternatives_of_a_plan_in_a_form_are_priced_within_it(form: str) -> None:
+    program, _ = wide()
+    options = {"topology": "h100:8", "mesh": "data=8" if form == "fsdp2" else "data=4,model=2", "form": form}
+    name = "params.0.up"
+    plan = make_plan(program, Options(**options)).plan
+    explanation = explain_plan(plan, name, program)
+    assert explanation.form == form
+    priced = [one for one in explanation.alternatives if one.how == "completed" and one.fits]
+    assert priced, "another spec has a price"
+    assert {one.how for one in explanation.alternatives} <= {"solved", "completed", "inexpressible"}
+    for one in priced[:2]:
+        pinned = make_plan(program, Options(**options, asked=read_asked(pins={name: one.spec}))).plan
+        assert pinned.arguments[name] == one.spec
+        assert pinned.prediction.step_time_s <= one.step_time_s * (1 + 1e-9), "other arguments may change, too"
+    if form == "fsdp2":
+        whole = next(one for one in explanation.alternatives if not one.spec.axes)
+        assert whole.how == "inexpressible", "FSDP gathers what it splits, over every axis of the batch"
+    text = io.StringIO()
+    Console(file=text, width=200).print(explanation_report(explanation))
+    assert f"within --for {form}: other arguments as they are" in text.getvalue()
