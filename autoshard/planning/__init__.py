@@ -14,10 +14,10 @@ from autoshard.planning.explain.explanation import Alternative as Alternative
 from autoshard.planning.explain.explanation import Explanation as Explanation
 from autoshard.planning.explain.explanation import explain_plan as explain_plan
 from autoshard.planning.explain.explanation import explanation_figures as explanation_figures
-from autoshard.planning.explain.explanation import keep_program as keep_program
-from autoshard.planning.explain.explanation import kept_program as kept_program
 from autoshard.planning.explain.explanation import named as named
-from autoshard.planning.explain.explanation import reopen as reopen
+from autoshard.planning.explain.plan_program import keep_program as keep_program
+from autoshard.planning.explain.plan_program import kept_program as kept_program
+from autoshard.planning.explain.plan_program import reopen as reopen
 from autoshard.planning.explain.prediction_errors import USUAL as USUAL
 from autoshard.planning.explain.program_graph import ProgramGraph as ProgramGraph
 from autoshard.planning.explain.program_graph import program_graph as program_graph

@@ -12,7 +12,7 @@ from autoshard.base.providers import provides
 from autoshard.cost import Topology
 from autoshard.errors import UserError
 from autoshard.graph import Op, OpClass, OpGraph, Tensor
-from autoshard.planning.explain.explanation import reopen
+from autoshard.planning.explain.plan_program import reopen
 from autoshard.planning.price.analysed_program import AnalysedProgram, analyse_program, as_planned, reprice
 from autoshard.planning.price.evaluate import spec_of, tensor_spec
 from autoshard.planning.price.op_prices import OpPrices, price_ops
