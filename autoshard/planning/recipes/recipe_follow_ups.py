@@ -102,8 +102,9 @@ def mix_remats(search: Search, remats: Sequence[str]) -> None:
     mesh.
 
     A binary search finds the fewest layers with the slower policy whose plan is a new best, to within `FINENESS`.
-    Fewer recomputing layers are faster until short memory forces other splits of the tensors. Nothing is done if the
-    number of layers is unknown, or for a best policy that is not in `remats`.
+    Fewer recomputing layers are faster until short memory forces other splits of the tensors. If a mixture is slower
+    although its memory is not nearly full, recomputing is not what costs time, and no other mixture is planned.
+    Nothing is done if the number of layers is unknown, or for a best policy that is not in `remats`.
 
     - `search`: must have a best recipe, and exactly one row for each faster policy in its place, else `ValueError`.
     - `remats`: policies, those that compute less first.
@@ -123,8 +124,11 @@ def mix_remats(search: Search, remats: Sequence[str]) -> None:
             slow_layers = (too_few + enough) // 2
             if search.plan(row.recipe.but(remat=f"{slow}:{slow_layers}+{fast}"), mesh=mesh):
                 enough = slow_layers
-            else:
-                too_few = slow_layers
+                continue
+            mixture = search.tried[-1]
+            if mixture.step_time_s is not None and mixture.expected_s == mixture.step_time_s:
+                break
+            too_few = slow_layers
 
 
 def is_composed(search: Search, remats: Sequence[str]) -> bool:
