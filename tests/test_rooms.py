@@ -54,7 +54,7 @@ SHELVES = {
         ("price",),
         ("solve", "stages"),
         ("mesh", "forms"),
-        ("explain", "warm_planner"),
+        ("explain", "warm_planner", "mesh_choice"),
         ("plan_builder",),
         ("recipes",),
         ("planning_call", "capacity"),

@@ -185,8 +185,8 @@ def _refuse_slow(plan: Plan, form: Form, prediction: Prediction | None, program:
         raise FormError(
             f"the {form.name} form cannot hold this plan{_why(plan, held)}: its step would take {both[0]} of one "
             f"device, the plan's takes {both[1]}. {_lost(plan, form, program)}{_whole(form)}Repeat `autoshard plan` "
-            f"with --for {form.name} for the best plan that it can hold, which may be much slower, or write it all the "
-            "same with --force."
+            f"with --for {form.name} for the best plan that it can hold, which may be much slower or not fit, or write "
+            "it all the same with --force."
         )
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -31,10 +30,7 @@ from autoshard.planning.explain.write_plan import WhenAsked, Writer
 from autoshard.planning.forms.export_forms import Form, Rest, check_names, form_named
 from autoshard.planning.forms.independent_examples import check_planned, shares_examples
 from autoshard.planning.forms.lost_values import as_held
-from autoshard.planning.forms.within_form import plan_within
-from autoshard.planning.mesh.baseline_mesh import with_baselines
-from autoshard.planning.mesh.mesh_attempt import Incumbent, MeshAttempts, MeshBest
-from autoshard.planning.mesh.mesh_search import MeshSearch
+from autoshard.planning.forms.within_form import BestWithin, plan_within
 from autoshard.planning.mesh.mesh_searcher import MeshOutcome, Phases, Searcher
 from autoshard.planning.mesh.portfolio import (
     PlanCandidate,
@@ -44,19 +40,17 @@ from autoshard.planning.mesh.portfolio import (
     pick,
     visited_choices,
 )
+from autoshard.planning.mesh_choice import EarlierRecipes, better_within, on_one_axis, search_meshes
 from autoshard.planning.price.analysed_program import Task, analyse_program, share
 from autoshard.planning.price.prediction import flag_gains, predict
-from autoshard.planning.price.reshard_paths import PathTables
-from autoshard.planning.record.plan_parts import MeshTried
 from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.record.spec import original_mesh
 from autoshard.planning.solve.infeasible import explain_infeasible
 from autoshard.planning.solve.problem_builder import Weights
 from autoshard.planning.solve.weight_search import Infeasible, SearchResult
-from autoshard.planning.space.attention_exchange import check_exchange
-from autoshard.planning.space.derived_axes import STAGE, find_axis_parts
+from autoshard.planning.space.derived_axes import STAGE
 from autoshard.planning.space.plan_options import Limits, Options
-from autoshard.planning.space.spec_constraints import check_regions, check_searched_axes, mesh_text, program_mesh
+from autoshard.planning.space.spec_constraints import check_searched_axes, program_mesh
 from autoshard.planning.space.user_constraints import check_axes
 from autoshard.program import Program, lift_constraints, lowered_for
 from autoshard.solver import write_contest
@@ -93,20 +87,6 @@ class Running:
     """True if the program's ops may come from the cache on disk."""
     save_problem: str | os.PathLike[str] | None = None
     """File for the Problem whose bound is certified, in the contest's format."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class EarlierRecipes:
-    """Results of other recipes of a program, planned with the same options."""
-
-    rival: Incumbent | None
-    """Incumbent that a plan must beat, if the mesh is searched; None if there is none."""
-    tables: PathTables
-    """Path tables of reshards that all recipes share."""
-    stages: int = 0
-    """Number of stages of a pipeline whose meshes have an axis of stages; 0 for any other program."""
-    meshes: tuple[Mesh, ...] | None = None
-    """Meshes to search; None for all."""
 
 
 def given_mesh(
@@ -193,7 +173,20 @@ def make_plan(
     given = given_mesh(parsed, options.mesh, program_mesh(reading.graph, parsed.num_devices))
     if given is None:
         check_searched_axes(reading.graph, parsed.num_devices)
-    searched = _search(search_on, given, limits.seconds, options.refine_axes, before)
+    first = None
+    if form is not None and form.gathers and given is None and parsed.num_devices > 1:
+        first = on_one_axis(form, search_on, limits, before, phases.progress)
+    searched = search_meshes(search_on, given, limits.seconds, options.refine_axes, before, first)
+    within = None
+    if form is not None and isinstance(searched.best.found, SearchResult):
+
+        def within_form(form: Form = form, on: MeshOutcome = searched.best) -> BestWithin:
+            """Return the form's plan on the chosen mesh."""
+            assert isinstance(on.found, SearchResult)
+            phases.start("form", f"planning within what the {form.name} form can hold")
+            return plan_within(form, on.model, reading.groups, on.found, on.required, limits, phases.progress)
+
+        searched, within = better_within(first, searched, within_form)
     best, found = searched.best, searched.best.found
     if isinstance(found, Infeasible):
         reason = explain_infeasible(best.model, found, limits, best.required)
@@ -211,9 +204,7 @@ def make_plan(
     if task.stages:
         asked["stage_axis"] = STAGE
     chosen, of_form, other, why = found.best, {}, None, "the least predicted time"
-    if form is not None:
-        phases.start("form", f"planning within what the {form.name} form can hold")
-        within = plan_within(form, best.model, reading.groups, found, best.required, limits, phases.progress)
+    if form is not None and within is not None:
         chosen, of_form, other, why = within.best, within.provenance, within.other, f"{why} for {form.name}"
     gains = flag_gains(best.model, chosen.choices, figures.plain)
     writer = dataclasses.replace(
@@ -322,80 +313,3 @@ def _limiting(name: str, candidates: int, program: Program) -> Form:
         raise UserError(f"{candidates} candidates are asked for, but only one plan is made for the form {name!r}.")
     check_names(form, program.name, program)
     return form
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class MeshResults:
-    """The results of the searches."""
-
-    best: MeshOutcome
-    """Fastest result; it may be infeasible if all are."""
-    compared: MeshOutcome
-    """Result with baselines: on the given or chosen mesh, or on another one if that has none."""
-    outcomes: tuple[MeshOutcome, ...]
-    """Results on the mesh, and on the mesh with an axis cut if there is one."""
-    tried: tuple[MeshTried, ...]
-    """Rows of all meshes that the search considered; empty for a given mesh."""
-    elsewhere: tuple[MeshBest, ...]
-    """Best choices on other meshes, if the mesh was searched."""
-    unconstrained_bound_s: float
-    """Lower bound in seconds of all plans on other meshes, ignoring the memory limit; infinite for a given mesh."""
-    notes: tuple[str, ...] = ()
-    """Sentences for the plan on the mesh of the baselines."""
-
-
-def _search(
-    search_on: Searcher, given: Mesh | None, time_limit: float, refine_axes: bool, before: EarlierRecipes | None
-) -> MeshResults:
-    """Search on the given mesh, else on the best one, and also with an axis cut in two if dims need that.
-
-    - `given`: mesh of the user or of the program; None searches for one.
-    - `time_limit`: processor seconds of each solve; with a cut axis the two searches get 60 % and 40 % of it.
-    - `refine_axes`: True if an axis may be cut. No axis is cut in a program with constraints or manual regions, nor the
-      axis of stages.
-    - `before`: results of other recipes; None if there are none.
-
-    Raises `PrunedByBound` if the mesh is searched and no mesh beats the rival in `before`, and `UserError` as
-    `MeshSearch.run` does.
-    """
-    task, phases, topology = search_on.task, search_on.phases, search_on.topology
-    rival, meshes = (None, None) if before is None else (before.rival, before.meshes)
-    reading = task.reading
-    graph = reading.graph
-    check_exchange(task.program, graph, given)
-    if given is None:
-        noun = "device" if topology.num_devices == 1 else "devices"
-        phases.start("meshes", f"looking for the mesh of {topology.num_devices} {noun}")
-        mesh_choice = MeshSearch(MeshAttempts(task, time_limit, rival is not None), phases.progress, rival).run(
-            topology, search_on.crew, meshes
-        )
-        chosen = mesh_choice.model.mesh
-    else:
-        mesh_choice, chosen = None, given
-        check_regions(graph, chosen)
-    # Axes that the program names itself stay whole.
-    axis_parts = None
-    if refine_axes and not graph.constraints and not graph.regions:
-        axis_parts = find_axis_parts(graph, reading.structure, reading.groups, chosen)
-    if axis_parts is not None and task.stages and chosen.names[axis_parts.axis] == STAGE:
-        axis_parts = None
-    # The search on the cut mesh starts from the first result, so the first search gets more of the time.
-    share = 1.0 if axis_parts is None else 0.6
-    if mesh_choice is None:
-        original = search_on.mesh(chosen, share * time_limit)
-    else:
-        original = search_on.priced(mesh_choice.model, mesh_choice.required, mesh_choice.choices, share * time_limit)
-    best, outcomes = original, (original,)
-    if axis_parts is not None:
-        refined = search_on.with_parts(axis_parts, original, (1 - share) * time_limit)
-        best = refined if refined.is_better_than(original) else original
-        outcomes = (original, refined)
-    if mesh_choice is None:
-        return MeshResults(best, original, outcomes, (), (), math.inf)
-    compared = with_baselines(search_on, original, mesh_choice.others, time_limit)
-    notes = ()
-    if compared is not original:
-        notes = (f"this mesh has no baseline; those that are compared are on {mesh_text(compared.model.mesh)}",)
-    return MeshResults(
-        best, compared, outcomes, mesh_choice.tried, mesh_choice.others, mesh_choice.unconstrained_bound_s, notes
-    )

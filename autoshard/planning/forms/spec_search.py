@@ -48,6 +48,9 @@ NEAR = 0.02
 The rest of the search takes up to a minute, and cannot save more than this share.
 """
 
+SLOW = 1.5
+"""Multiple of the certified bound for all plans from which a search is repeated from another start."""
+
 
 def is_near(candidate: Candidate, found: SearchResult) -> bool:
     """Return True if a candidate fits and is within `NEAR` of the bound that `found` certifies for all plans."""
@@ -114,7 +117,23 @@ class SpecSearch:
                 for specs in self.ahead(starts):
                     self.price_specs(specs)
             self.local_search()
+            if self.best is not None and not (self.best.fits and self.best.expected_s < SLOW * found.bound_s):
+                self.search_again()
         return self.as_run(starts) if self.form.gathers else self.best
+
+    def search_again(self) -> None:
+        """Search once more, from the splits by hand with the least memory, and keep the better result.
+
+        The best of all starts may be far from good sets of specs, as where activations are split in place of the batch.
+        """
+        before, keys = self.best, [tuple(self.expressed({**each, **self.pinned}).items()) for each in self.by_hand()]
+        priced = [each for each in map(self.tried.get, keys) if each is not None]
+        if before is None or not priced:
+            return
+        self.best = min(priced, key=lambda each: each.outcome.peak_bytes)
+        self.tries, self.until = 2 * self.tries, self.until + self.limits.seconds
+        self.local_search()
+        self.best = min(before, self.best, key=rank)
 
     def by_hand(self) -> list[dict[str, Spec]]:
         """Return specs that split the batch over all axes, and nothing else, the optimizer's state, or parameters too.

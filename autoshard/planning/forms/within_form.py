@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.base.units import format_bytes
+from autoshard.base.units import format_bytes, format_seconds
 from autoshard.cost import Topology
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.planning.forms.dim_name_rules import Mappings, NamedDims
@@ -141,9 +141,15 @@ def plan_within(
     if best is None or not best.fits:
         least = "" if best is None else f": the least found is {format_bytes(best.outcome.peak_bytes)}"
         limit = format_bytes(limits.memory_bytes)
+        remedy = "more devices or a smaller batch would help, or a plan without `--for` (in Python `form`)"
+        if form.rest is Rest.XLA and found.best.fits:
+            step = format_seconds(found.best.outcome.step_time_s)
+            remedy = (
+                f"plan without `--for` (in Python `form`), which takes {step} a step, and `autoshard export` names the "
+                "constraint of a value with which the form holds such a plan"
+            )
         raise InfeasibleError(
-            f"no plan that the {form.name} form can hold fits into {limit} per device{least}; "
-            "more devices or a smaller batch would help, or a plan without `--for` (in Python `form`)."
+            f"no plan that the {form.name} form can hold fits into {limit} per device{least}; {remedy}."
         )
     faster = {
         name: each

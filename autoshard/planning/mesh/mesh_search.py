@@ -60,14 +60,21 @@ class MeshSearch:
     the crew.
     """
 
-    def __init__(self, trials: MeshAttempts, progress: Callable[[str], None], rival: Incumbent | None = None) -> None:
+    def __init__(
+        self,
+        trials: MeshAttempts,
+        progress: Callable[[str], None],
+        rival: Incumbent | None = None,
+        kept: MeshAttempt | None = None,
+    ) -> None:
         """Create a search.
 
         - `trials`: prices, bounds and solves single meshes.
         - `progress`: receives a line for each mesh.
         - `rival`: incumbent that a plan must beat; None if there is none.
+        - `kept`: trial that is chosen if no mesh beats the rival; None if there is none.
         """
-        self.trials, self.progress, self.rival = trials, progress, rival
+        self.trials, self.progress, self.rival, self.kept = trials, progress, rival, kept
         self.done: list[MeshAttempt] = []
         """Finished trials, without their prices."""
         self.refusals: list[UserError] = []
@@ -84,7 +91,7 @@ class MeshSearch:
         rival are first compared with a scouted one, which is solved once.
 
         Raises `UserError` if no mesh serves the program or can satisfy the user's constraints. With a given rival,
-        raises `PrunedByBound` if no mesh beats it and `InfeasibleError` if nothing fits.
+        and no `kept` trial, raises `PrunedByBound` if no mesh beats it and `InfeasibleError` if nothing fits.
         """
         crew.share("trials", self.trials)
         meshes = candidate_meshes(topology) if meshes is None else meshes
@@ -92,9 +99,9 @@ class MeshSearch:
         crew.run(InOrder(self.trials, meshes, self.take, ahead=not crew.alone, first=self.ceiling))
         crew.drop("trials")
         self.trials.forget()
-        if self.best is None and self.rival is not None:
+        if self.best is None and self.rival is not None and self.kept is None:
             raise self.beaten(topology)
-        chosen = self.best or self.nearest
+        chosen = self.best or self.kept or self.nearest
         if chosen is None or chosen.model is None or chosen.required is None:
             raise self.refused(topology)
         choices = None if chosen.best is None else chosen.best.choices
@@ -102,9 +109,7 @@ class MeshSearch:
         unconstrained_bound_s = min(
             (each.unconstrained_bound_s for each in self.done if each.mesh != chosen.mesh), default=math.inf
         )
-        return Chosen(
-            chosen.model, chosen.required, choices, _records(self.done, chosen), others, unconstrained_bound_s
-        )
+        return Chosen(chosen.model, chosen.required, choices, self.rows(chosen), others, unconstrained_bound_s)
 
     def scouted(self, meshes: Sequence[Mesh]) -> Incumbent | None:
         """Return an incumbent from one mesh for all others; None for fewer than `SCOUTED` meshes, or if that mesh gives
@@ -124,7 +129,7 @@ class MeshSearch:
         if trial.best is None or not trial.step_s:
             return None
         self.trials.remember(trial)
-        self.progress(f"mesh {mesh_text(trial.mesh)}: {_so_far(trial, None)}, to hold others against")
+        self.progress(f"mesh {mesh_text(trial.mesh)}: {self.so_far(trial, None)}, to hold others against")
         return dataclasses.replace(trial.as_incumbent(), step_s=(1 + 2 * LEAST_GAIN) * trial.step_s, axes=sys.maxsize)
 
     def take(self, trial: MeshAttempt) -> None:
@@ -139,7 +144,7 @@ class MeshSearch:
             self.refusals.append(trial.refusal)
         self.done.append(dataclasses.replace(trial, model=None, required=None))
         rival = self.ceiling if self.best is None else self.best.as_incumbent()
-        self.progress(f"mesh {mesh_text(trial.mesh)}: {_so_far(trial, rival)}")
+        self.progress(f"mesh {mesh_text(trial.mesh)}: {self.so_far(trial, rival)}")
         if trial.beats(rival):
             self.best = trial
         elif self.best is None and trial.model is not None:
@@ -157,6 +162,57 @@ class MeshSearch:
         if len(self.refusals) == len(self.done):
             return self.refused(topology)
         return InfeasibleError("no plan fits on any mesh")
+
+    def rows(self, chosen: MeshAttempt) -> tuple[MeshTried, ...]:
+        """Return the rows of all trials, the chosen one first and the others by step time, then by bound."""
+
+        def verdict(trial: MeshAttempt) -> str:
+            """Return the verdict of a trial: `chosen`, the reason that excludes it or leaves it without a plan, or why
+            it is slower.
+            """
+            if trial.mesh == chosen.mesh:
+                return "chosen"
+            if trial.outcome is not None:
+                return _slower(trial, chosen)
+            reason = trial.excluded or self.without_plan(trial, chosen.step_s)
+            return reason + (_least_excess(trial.bound_s, chosen.step_s) if _BOUNDED in reason else "")
+
+        def place(trial: MeshAttempt) -> tuple[bool, float, float]:
+            """Return the sort key of a trial; trials without a plan come last, by bound."""
+            return trial.mesh != chosen.mesh, trial.step_s, trial.bound_s or math.inf
+
+        return tuple(
+            MeshTried(
+                mesh_text(trial.mesh),
+                trial.mesh.describe(),
+                None if trial.outcome is None else trial.outcome.step_time_s,
+                trial.bound_s,
+                verdict(trial),
+            )
+            for trial in sorted(self.done, key=place)
+        )
+
+    def without_plan(self, trial: MeshAttempt, best_s: float) -> str:
+        """Return the reason for which a mesh has no plan, from its bound and the incumbent's step `best_s` in
+        seconds.
+        """
+        bound_s = trial.bound_s
+        rival_s = None if self.kept is None or self.rival is None else self.rival.beaten_by_s(len(trial.mesh.sizes))
+        if bound_s is not None and (bound_s >= best_s or (rival_s is not None and bound_s >= rival_s)):
+            return f"{_BOUNDED} {format_seconds(bound_s)}"
+        if bound_s is None or bound_s < best_s * (1 - LEAST_GAIN):
+            return "no plan on it fits"
+        return f"no plan on it saves the {LEAST_GAIN:.1%} that a further axis must"
+
+    def so_far(self, trial: MeshAttempt, rival: Incumbent | None) -> str:
+        """Return the progress text of a trial: the reason that excludes it, its step time, or the reason for no
+        plan.
+        """
+        if trial.excluded:
+            return trial.excluded
+        if trial.outcome is not None:
+            return format_seconds(trial.step_s)
+        return self.without_plan(trial, math.inf if rival is None else rival.step_s)
 
     def refused(self, topology: Topology) -> UserError:
         """Return the error that explains why no mesh serves the program: the last refusal of the user's constraints,
@@ -183,24 +239,6 @@ def _without_room(trial: MeshAttempt) -> bool:
     return trial.best is None and trial.excess < math.inf
 
 
-def _so_far(trial: MeshAttempt, rival: Incumbent | None) -> str:
-    """Return the progress text of a trial: the reason that excludes it, its step time, or the reason for no plan."""
-    if trial.excluded:
-        return trial.excluded
-    if trial.outcome is not None:
-        return format_seconds(trial.step_s)
-    return _without_plan(trial, math.inf if rival is None else rival.step_s)
-
-
-def _without_plan(trial: MeshAttempt, best_s: float) -> str:
-    """Return the reason for which a mesh has no plan, from its bound and the incumbent's step `best_s` in seconds."""
-    if trial.bound_s is None or trial.bound_s < best_s * (1 - LEAST_GAIN):
-        return "no plan on it fits"
-    if trial.bound_s < best_s:
-        return f"no plan on it saves the {LEAST_GAIN:.1%} that a further axis must"
-    return f"{_BOUNDED} {format_seconds(trial.bound_s)}"
-
-
 def _least_excess(bound_s: float | None, chosen_s: float) -> str:
     """Return in words, after a comma, how a mesh's bound compares with the chosen step; empty without either."""
     if not bound_s or not chosen_s:
@@ -209,36 +247,6 @@ def _least_excess(bound_s: float | None, chosen_s: float) -> str:
     if excess < 5e-4:
         return f", {-excess:.1%} less than the chosen mesh" if excess < -5e-4 else ", as the chosen mesh"
     return f": at least {_ratio(excess)}"
-
-
-def _records(trials: Sequence[MeshAttempt], chosen: MeshAttempt) -> tuple[MeshTried, ...]:
-    """Return the rows of all trials, the chosen one first and the others by step time, then by bound."""
-
-    def verdict(trial: MeshAttempt) -> str:
-        """Return the verdict of a trial: `chosen`, the reason that excludes it or leaves it without a plan, or why it
-        is slower.
-        """
-        if trial.mesh == chosen.mesh:
-            return "chosen"
-        if trial.outcome is not None:
-            return _slower(trial, chosen)
-        reason = trial.excluded or _without_plan(trial, chosen.step_s)
-        return reason + (_least_excess(trial.bound_s, chosen.step_s) if _BOUNDED in reason else "")
-
-    def place(trial: MeshAttempt) -> tuple[bool, float, float]:
-        """Return the sort key of a trial; trials without a plan come last, by bound."""
-        return trial.mesh != chosen.mesh, trial.step_s, trial.bound_s or math.inf
-
-    return tuple(
-        MeshTried(
-            mesh_text(trial.mesh),
-            trial.mesh.describe(),
-            None if trial.outcome is None else trial.outcome.step_time_s,
-            trial.bound_s,
-            verdict(trial),
-        )
-        for trial in sorted(trials, key=place)
-    )
 
 
 def _slower(trial: MeshAttempt, chosen: MeshAttempt) -> str:

@@ -17,7 +17,8 @@ from autoshard.planning.forms.export_forms import form_named
 from autoshard.planning.forms.held_recipes import holds_remat
 from autoshard.planning.mesh.mesh_attempt import Incumbent, unusable
 from autoshard.planning.mesh.mesh_search import PrunedByBound
-from autoshard.planning.plan_builder import EarlierRecipes, PlanResult, Running, given_mesh, make_plan, priced_with
+from autoshard.planning.mesh_choice import EarlierRecipes
+from autoshard.planning.plan_builder import PlanResult, Running, given_mesh, make_plan, priced_with
 from autoshard.planning.price.analysed_program import Task, analyse_program, least_seconds
 from autoshard.planning.price.remat_forecast import RematForecast
 from autoshard.planning.price.reshard_paths import PathTables

@@ -1,0 +1,225 @@
+"""The choice of a plan's mesh, and the form's plan on it."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+from autoshard.cost import Mesh, candidate_meshes
+from autoshard.errors import InfeasibleError, UserError
+from autoshard.planning.forms.export_forms import Form
+from autoshard.planning.forms.spec_search import NEAR
+from autoshard.planning.forms.within_form import BestWithin, plan_within
+from autoshard.planning.mesh.baseline_mesh import with_baselines
+from autoshard.planning.mesh.mesh_attempt import Incumbent, MeshAttempt, MeshAttempts, MeshBest
+from autoshard.planning.mesh.mesh_search import MeshSearch
+from autoshard.planning.mesh.mesh_searcher import MeshOutcome, Searcher
+from autoshard.planning.price.reshard_paths import PathTables
+from autoshard.planning.record.plan_parts import MeshTried
+from autoshard.planning.solve.weight_search import SearchResult
+from autoshard.planning.space.attention_exchange import check_exchange
+from autoshard.planning.space.derived_axes import LEAST_GAIN, STAGE, find_axis_parts
+from autoshard.planning.space.plan_options import Limits
+from autoshard.planning.space.spec_constraints import check_regions, mesh_text
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EarlierRecipes:
+    """Results of other recipes of a program, planned with the same options."""
+
+    rival: Incumbent | None
+    """Incumbent that a plan must beat, if the mesh is searched; None if there is none."""
+    tables: PathTables
+    """Path tables of reshards that all recipes share."""
+    stages: int = 0
+    """Number of stages of a pipeline whose meshes have an axis of stages; 0 for any other program."""
+    meshes: tuple[Mesh, ...] | None = None
+    """Meshes to search; None for all."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MeshResults:
+    """The results of the searches."""
+
+    best: MeshOutcome
+    """Fastest result; it may be infeasible if all are."""
+    compared: MeshOutcome
+    """Result with baselines: on the given or chosen mesh, or on another one if that has none."""
+    outcomes: tuple[MeshOutcome, ...]
+    """Results on the mesh, and on the mesh with an axis cut if there is one."""
+    tried: tuple[MeshTried, ...]
+    """Rows of all meshes that the search considered; empty for a given mesh."""
+    elsewhere: tuple[MeshBest, ...]
+    """Best choices on other meshes, if the mesh was searched."""
+    unconstrained_bound_s: float
+    """Lower bound in seconds of all plans on other meshes, ignoring the memory limit; infinite for a given mesh."""
+    notes: tuple[str, ...] = ()
+    """Sentences for the plan on the mesh of the baselines."""
+
+
+def search_meshes(
+    search_on: Searcher,
+    given: Mesh | None,
+    time_limit: float,
+    refine_axes: bool,
+    before: EarlierRecipes | None,
+    first: "OnOneAxis | None" = None,
+) -> MeshResults:
+    """Search on the given mesh, else on the best one, and also with an axis cut in two if dims need that.
+
+    - `given`: mesh of the user or of the program; None searches for one.
+    - `time_limit`: processor seconds of each solve; with a cut axis the two searches get 60 % and 40 % of it.
+    - `refine_axes`: True if an axis may be cut. No axis is cut in a program with constraints or manual regions, nor the
+      axis of stages.
+    - `before`: results of other recipes; None if there are none.
+    - `first`: form's plan on one axis of all devices; None if there is none. A mesh replaces it only if it is faster by
+      `NEAR` without the form.
+
+    Raises `PrunedByBound` if the mesh is searched and no mesh beats the rival in `before`, and `UserError` as
+    `MeshSearch.run` does.
+    """
+    task, phases, topology = search_on.task, search_on.phases, search_on.topology
+    rival, meshes = (None, None) if before is None else (before.rival, before.meshes)
+    reading = task.reading
+    graph = reading.graph
+    check_exchange(task.program, graph, given)
+    if given is None:
+        noun = "device" if topology.num_devices == 1 else "devices"
+        phases.start("meshes", f"looking for the mesh of {topology.num_devices} {noun}")
+        kept = None
+        if first is not None and (rival is None or first.expected_s < rival.step_s):
+            rival, kept = first.as_incumbent(), first.as_attempt()
+        trials = MeshAttempts(task, time_limit, rival is not None)
+        if kept is not None:
+            trials.remember(kept)
+        mesh_choice = MeshSearch(trials, phases.progress, rival, kept).run(topology, search_on.crew, meshes)
+        chosen = mesh_choice.model.mesh
+        if kept is not None and chosen == kept.mesh:
+            assert first is not None
+            own = first.outcome
+            bound_s = mesh_choice.unconstrained_bound_s
+            return MeshResults(own, own, (own,), mesh_choice.tried, mesh_choice.others, bound_s)
+    else:
+        mesh_choice, chosen = None, given
+        check_regions(graph, chosen)
+    # Axes that the program names itself stay whole.
+    axis_parts = None
+    if refine_axes and not graph.constraints and not graph.regions:
+        axis_parts = find_axis_parts(graph, reading.structure, reading.groups, chosen)
+    if axis_parts is not None and task.stages and chosen.names[axis_parts.axis] == STAGE:
+        axis_parts = None
+    # The search on the cut mesh starts from the first result, so the first search gets more of the time.
+    share = 1.0 if axis_parts is None else 0.6
+    if mesh_choice is None:
+        original = search_on.mesh(chosen, share * time_limit)
+    else:
+        original = search_on.priced(mesh_choice.model, mesh_choice.required, mesh_choice.choices, share * time_limit)
+    best, outcomes = original, (original,)
+    if axis_parts is not None:
+        refined = search_on.with_parts(axis_parts, original, (1 - share) * time_limit)
+        best = refined if refined.is_better_than(original) else original
+        outcomes = (original, refined)
+    if mesh_choice is None:
+        return MeshResults(best, original, outcomes, (), (), math.inf)
+    compared = with_baselines(search_on, original, mesh_choice.others, time_limit)
+    notes = ()
+    if compared is not original:
+        notes = (f"this mesh has no baseline; those that are compared are on {mesh_text(compared.model.mesh)}",)
+    return MeshResults(
+        best, compared, outcomes, mesh_choice.tried, mesh_choice.others, mesh_choice.unconstrained_bound_s, notes
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OnOneAxis:
+    """The plan of a form that gathers parameters, on a mesh with all devices in one axis."""
+
+    outcome: MeshOutcome
+    """Result of the search on the mesh without the form."""
+    within: BestWithin
+    """The form's plan."""
+
+    @property
+    def found(self) -> SearchResult:
+        """The plans on the mesh without the form; the form has a plan only if there are some."""
+        assert isinstance(self.outcome.found, SearchResult)
+        return self.outcome.found
+
+    @property
+    def expected_s(self) -> float:
+        """Seconds of the form's step, with the expected cost of nearly full memory."""
+        return self.within.best.expected_s
+
+    def as_incumbent(self) -> Incumbent:
+        """Return the incumbent that another mesh must beat by `NEAR`, which the form may not reach there."""
+        return Incumbent((1 - NEAR) * self.expected_s, 1, self.found.weights)
+
+    def as_attempt(self) -> MeshAttempt:
+        """Return the form's plan as the trial of its mesh."""
+        found, best, model = self.found, self.within.best, self.outcome.model
+        on_mesh = MeshBest(
+            model.mesh, best.choices, best.outcome, best.tight_s, found.solution, found.bound_s, found.rounds
+        )
+        return MeshAttempt(
+            model.mesh,
+            bound_s=found.bound_s,
+            best=on_mesh,
+            weights=found.weights,
+            unconstrained_bound_s=found.unconstrained_bound_s,
+            model=model,
+            required=self.outcome.required,
+        )
+
+
+def on_one_axis(
+    form: Form, search_on: Searcher, limits: Limits, before: EarlierRecipes | None, progress: Callable[[str], None]
+) -> OnOneAxis | None:
+    """Return the plan of a form that gathers parameters with all devices in one axis, as its users write it.
+
+    None if a bound shows that the recipe's rival is not beaten there, for pipelines, and if the form has no such plan.
+    """
+    mesh = candidate_meshes(search_on.topology)[0]
+    rival = None if before is None else before.rival
+    if len(mesh.sizes) != 1 or search_on.task.stages:
+        return None
+    if rival is not None and MeshAttempts(search_on.task, limits.seconds, True).bound(mesh, rival) is not None:
+        return None
+    try:
+        outcome = search_on.mesh(mesh, limits.seconds)
+        if not isinstance(outcome.found, SearchResult):
+            return None
+        search_on.phases.start("form", f"planning within what the {form.name} form can hold on {mesh_text(mesh)}")
+        groups = search_on.task.reading.groups
+        within = plan_within(form, outcome.model, groups, outcome.found, outcome.required, limits, progress)
+    except UserError:  # the constraints suit another mesh, or the form holds no plan on this one
+        return None
+    return OnOneAxis(outcome, within)
+
+
+def better_within(
+    first: OnOneAxis | None, searched: MeshResults, within: Callable[[], BestWithin]
+) -> tuple[MeshResults, BestWithin]:
+    """Return the results of the meshes with the form's plan on the chosen one, or with `first` if that is as good.
+
+    `within` plans in the form on the chosen mesh. Raises `InfeasibleError` if the form has a plan on neither.
+    """
+    if first is None:
+        return searched, within()
+    if searched.best is first.outcome:
+        return searched, first.within
+    try:
+        found = within()
+        if found.best.expected_s < (1 - LEAST_GAIN) * first.expected_s:
+            return searched, found
+        verdict = f"within the form {found.best.expected_s / first.expected_s - 1:.1%} slower"
+    except InfeasibleError:
+        verdict = "the form can hold no plan on it"
+    outcome, own = first.outcome, mesh_text(first.outcome.model.mesh)
+    rows = []
+    for row in searched.tried:
+        said = verdict if row.verdict == "chosen" else "chosen" if row.mesh == own else row.verdict
+        # The search compared the rest with the mesh that the form slows down.
+        said = "not tried within the form" if "slower" in row.verdict and row.mesh != own else said
+        rows.append(dataclasses.replace(row, verdict=said))
+    rows.sort(key=lambda each: each.mesh != own)
+    results = dataclasses.replace(searched, best=outcome, compared=outcome, outcomes=(outcome,), tried=tuple(rows))
+    return results, first.within
