@@ -52,6 +52,27 @@ def test_a_matmul_goes_on_with_what_follows_and_sums_it() -> None:
     assert traffic(graph, analyse(graph).fusions) > 12
 
 
+def test_a_kernel_that_sums_the_gradient_of_an_activation_for_a_bias_stores_it() -> None:
+    """Differentiate layers with biases and GELU, whose gradient has several ways from the matmul's result.
+
+    Compiled for v5e, v6e and v5p, such kernels store the gradient, also for the first layer with its one matmul.
+    """
+
+    def loss(params: Any, x: Any) -> Any:
+        for w, b in params:
+            x = jax.nn.gelu(x @ w + b)
+        return jnp.sum(x * x)
+
+    graph = graph_of(jax.grad(loss), [(f32(WIDTH, WIDTH), f32(WIDTH))] * 3, f32(ROWS, WIDTH))
+    liveness = analyse(graph, rules=TPU)
+    products = [op.results[0] for op in ops(graph, "dot_general") if graph.tensors[op.results[0]].shape[0] == ROWS]
+    back = products[3:]
+    assert len(back) == 2 and liveness.materialised.isdisjoint(back)
+    for source in back:
+        users = {user.kind for user in graph.users[liveness.stores[source]]}
+        assert "reduce" in users and "dot_general" in users
+
+
 def test_ways_that_meet_are_one_kernel() -> None:
     def fn(x: Any, y: Any, z: Any) -> Any:
         both = x * y

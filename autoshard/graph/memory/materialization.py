@@ -237,7 +237,8 @@ class _StoreDecision:
 
         Recomputation reads `reads` in every kernel. A stored value is computed once, written, and read by each kernel.
         A value that is rounded for matmuls counts as unrounded: the compiler inserts the rounding later. Storing also
-        pays if the preceding matmul's kernel computes the value.
+        pays if the preceding matmul's kernel computes the value. Several matmuls must read it, or the gradient of a
+        bias be its sum.
         """
         kernels = self._kernels(tensor, reads)
         maker, sizes = self.graph.maker(tensor), self.analysis.sizes
@@ -247,8 +248,12 @@ class _StoreDecision:
         if kernels > 1 and kernels * before > before + (kernels + 1) * own:
             return True
         ends = self.analysis.ends[tensor]
-        alone = ends is not None and all(maker is not None and self._inside(maker, end) for end in ends)
-        return alone and kernels > 1 and self._leads_from_matmul(tensor, reads)
+        # Bodies of loops were not examined for sums.
+        outside = self.graph.tensors[tensor].loop < 0
+        sums = [end for end in ends or () if outside and self.graph.ops[end].kind == "reduce"]
+        matmuls = [end for end in ends or () if maker is not None and self._inside(maker, end)]
+        alone = bool(matmuls) and len(matmuls) + len(sums) == len(ends or ())
+        return alone and (kernels > 1 or bool(sums)) and self._leads_from_matmul(tensor, reads)
 
     def _kernels(self, tensor: int, reads: frozenset[int]) -> int:
         """Return the number of kernels that read or recompute a value; one more than `MANY` if they are not known.
