@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from autoshard.cost import Topology
 from autoshard.graph import Liveness, OpClass, OpGraph, Structure
-from autoshard.planning.space.decision_model import Model, Reshard
+from autoshard.planning.space.decision_model import RESERVED, SCOPED, Model, Reshard
 from autoshard.planning.xla.axis_assignments import local_elements
-from autoshard.planning.xla.table_layouts import turned_updates
+from autoshard.planning.xla.table_layouts import LARGEST_SLICE, turned_updates
 
 
 _FILE = pathlib.Path(__file__).with_name("headroom.json")
@@ -283,9 +283,10 @@ def gathered_copies(model: Model, choices: NDArray[np.int64], steps: Mapping[int
 
 def copied_updates(model: Model, choices: NDArray[np.int64]) -> Iterator[LiveBuffer]:
     """Yield the copies of updates that a convolution wrote for a scatter, while both are there."""
+    largest = LARGEST_SLICE * SCOPED.get(model.mesh.topology.chip.name, RESERVED) // RESERVED
     for number, node in model.op_node.items():
         op, state = model.graph.ops[number], model.nodes[node].states[[int(choices[node])]]
-        copied = turned_updates(model.graph, op, state, model.axis_sizes)
+        copied = turned_updates(model.graph, op, state, model.axis_sizes, largest)
         if copied[0]:
             yield LiveBuffer(number - 1, number, int(np.rint(copied[0])), "temporaries", op.operands[2])
 

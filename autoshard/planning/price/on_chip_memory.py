@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from autoshard.cost import Topology
 from autoshard.planning.price.device_memory import NEGLIGIBLE_SHARE, LiveBuffer
-from autoshard.planning.space.decision_model import RESERVED, Model
+from autoshard.planning.space.decision_model import RESERVED, SCOPED, Model
 
 
-_SCOPED = {"v6e": 2 * RESERVED + (64 << 10)}
+_TAKEN = {chip: scoped + (64 << 10) for chip, scoped in SCOPED.items()}
 """Bytes of on-chip memory that values do not get, by chip, where they are not `RESERVED`."""
 
 _RATE = {"v6e": 0.28}
@@ -43,7 +43,7 @@ def on_chip_room(topology: Topology, peak_bytes: int) -> int:
     chip = topology.chip
     if chip.cores_per_chip > 1:
         return 0
-    room = max(0, chip.vmem_bytes - _SCOPED.get(chip.name, RESERVED))
+    room = max(0, chip.vmem_bytes - _TAKEN.get(chip.name, RESERVED))
     return room if room >= NOTICED * peak_bytes else 0
 
 

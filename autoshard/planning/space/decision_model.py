@@ -19,6 +19,8 @@ from autoshard.program import Program
 
 RESERVED = 16 << 20
 """Bytes of on-chip memory for the blocks of a running kernel: libtpu's default, and the whole memory of v2 to v4."""
+SCOPED = {"v6e": 2 * RESERVED}
+"""Bytes of on-chip memory for the blocks of kernels, by chip, where they are not `RESERVED`: libtpu's scoped limit."""
 
 
 _SLICING = frozenset({"dynamic_slice", "dynamic_update_slice", "gather", "scatter"})

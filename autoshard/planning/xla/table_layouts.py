@@ -37,8 +37,10 @@ The loop moves one feature and column at a time through on-chip memory. Compiled
 16 columns, AdamW; 9 and 12 of 16 columns; 10 to 15 of 4 columns in bfloat16. A reshape alone moves columns in words of
 4 bytes that do not fill a tile: 7 to 15 tables of 4 columns in float32.
 """
-_LARGEST_SLICE = 2**20
-"""Most elements of slices that one kernel adds up, in bfloat16 and float32; slices of twice as many a loop adds up."""
+LARGEST_SLICE = 2**20
+"""Most elements of slices that one kernel adds up, in bfloat16 and float32; slices of twice as many a loop adds up.
+
+A chip whose kernels have twice the on-chip memory adds up slices of twice as many elements (`SCOPED`)."""
 _WORD = 4
 """Bytes of a word, of which a row of lanes consists."""
 
@@ -129,14 +131,15 @@ def slices_inner(graph: OpGraph, op: Op) -> bool:
     return False in whole[1:] and whole[0]
 
 
-def turned_updates(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) -> Seconds:
+def turned_updates(graph: OpGraph, op: Op, states: States, axes: Sequence[int], largest: int) -> Seconds:
     """Return the bytes of the copy of a scatter's updates, which a convolution wrote, [states]; 0 for other ops.
 
     An example is the gradient of a resize of images. The scatter adds up slices in another order of dims than that of
-    the image. Larger slices than `_LARGEST_SLICE` it adds up in a loop, which reads them as they are.
+    the image. A loop adds up larger slices than `largest`, and reads them as they are.
 
     - `states`: factor that each mesh axis splits, [states, axes].
     - `axes`: sizes of the mesh axes.
+    - `largest`: most elements of slices that one kernel adds up.
     """
     maker = graph.maker(op.operands[2]) if op.kind == "scatter" and slices_inner(graph, op) else None
     if maker is None or maker.kind != "convolution" or op.rule is None:
@@ -145,7 +148,7 @@ def turned_updates(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) 
     indices = {factor for dim in op.rule.operands[1] for factor in dim}
     size = math.prod(dims, start=np.ones(len(states)))
     along = [each for each, dim in zip(dims, op.rule.operands[2], strict=True) if indices & set(dim)]
-    kernel = size <= _LARGEST_SLICE * math.prod(along, start=np.ones(len(states)))
+    kernel = size <= largest * math.prod(along, start=np.ones(len(states)))
     itemsize, image = graph.tensors[op.operands[2]].itemsize, convolved(graph, maker).get(op.operands[2])
     padding = 1.0 if image is None else image.padding(np.stack(dims, axis=1).astype(np.float64), itemsize)
     return np.where(kernel, size * itemsize * padding, 0.0)
