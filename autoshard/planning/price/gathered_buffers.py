@@ -79,20 +79,32 @@ def held_by_collectives(
 def waiting_gradients(
     model: Model, choices: NDArray[np.int64], clock_of: Callable[[], NDArray[np.float64]]
 ) -> Iterator[LiveBuffer]:
-    """Yield the gradients outside of loops that wait whole for a sum that leaves a shard.
+    """Yield the gradients outside of loops that wait whole for a sum.
 
-    TPU compilers run such sums late: as if links added one gradient after the other while later kernels run. Evidence:
-    docs/compiler_behaviour.md, "Gradients that wait for their sum".
+    TPU compilers run sums that leave a shard late: as if links added one gradient after the other while later kernels
+    run. A gradient that stays whole waits for its update. Its matmul cannot compute the update, as the sum comes first.
+    Evidence: docs/compiler_behaviour.md, "Gradients that wait for their sum".
 
     - `clock_of`: returns the seconds of a step before each op, [ops + 1].
     """
-    graph, free, clock = model.graph, 0.0, None
+    graph, stores, free, clock = model.graph, model.liveness.stores, 0.0, None
+    updated = {tensor: fusion.root for fusion in model.liveness.fusions for tensor in fusion.writes}
+    # Other updates have buffers that begin at the matmul, and stand for its result.
+    apart = model.liveness.reserved.union(updated).difference(
+        tensor for tensor, *_ in model.liveness.buffers if tensor not in model.liveness.reserved
+    )
     for reshard in sorted(model.reshards, key=lambda each: each.op):
         if reshard.op < 0 or model.nodes[reshard.source].kind != "op" or graph.ops[reshard.op].loop >= 0:
             continue
         if reshard_overlap(model, reshard, choices) not in SUMS:
             continue
         steps = reshard_time(model, reshard, choices).steps
+        matmul = graph.ops[reshard.op].kind in ("dot_general", "convolution")
+        stored = stores.get(reshard.tensor, -1)
+        if matmul and stored in apart and any(kind == "all-reduce" for kind, *_ in steps):
+            size = unsummed_bytes(model, reshard, choices)
+            yield LiveBuffer(reshard.op, updated[stored], size, "gradients", reshard.tensor)
+            continue
         seconds = sum(seconds for kind, _, _, seconds in steps if kind == "reduce-scatter")
         if seconds > 0.0:
             clock = clock_of() if clock is None else clock

@@ -78,6 +78,11 @@ def test_convolutions_have_the_values_in_main_memory_that_the_compiler_puts_ther
         pytest.param(69, "v5e:2x4", id="gradients that wait for their sum: an MLP"),
         pytest.param(99, "v6e:2x4", marks=pytest.mark.full, id="padded rows that matmuls read: a mixture"),
         pytest.param(22, "v5p:2x2x2", id="rounded probabilities: attention"),
+        pytest.param(
+            71,
+            "v6e:2x4",
+            id="copies of slices that only kernels of v6e add up: an autoencoder",
+        ),
     ],
 )
 def test_memory_of_ordinary_steps_is_what_the_compiler_reserves(seed: int, topology: str) -> None:
@@ -85,6 +90,31 @@ def test_memory_of_ordinary_steps_is_what_the_compiler_reserves(seed: int, topol
         pytest.skip("libtpu is not installed")
     memory = judge(name_of(seed, topology))["memory"]
     assert memory["predicted"] == pytest.approx(memory["compiled"], rel=0.1)
+
+
+@pytest.mark.parametrize("donated", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_gradients_of_whole_weights_wait_for_their_sum(donated: bool) -> None:
+    """Compare a step of SGD with whole weights, which are written over the old ones or apart from them."""
+    if importlib.util.find_spec("libtpu") is None:  # an optional extra
+        pytest.skip("libtpu is not installed")
+    width = 4096
+
+    def step(weights: list[jax.Array], x: jax.Array) -> list[jax.Array]:
+        def loss(weights: list[jax.Array]) -> jax.Array:
+            h = x
+            for weight in weights:
+                h = jnp.tanh(h @ weight)
+            return jnp.square(h.astype(jnp.float32)).mean()
+
+        return [weight - 0.1 * each for weight, each in zip(weights, jax.grad(loss)(weights), strict=True)]
+
+    weights = [jax.ShapeDtypeStruct((width, width), jnp.bfloat16)] * 4
+    x = jax.ShapeDtypeStruct((8 * 4096, width), jnp.bfloat16)
+    program = trace(step, (weights, x), donate_argnums=(0,) if donated else ())
+    pins = dict.fromkeys((each.name for each in program.arguments), (None, None)) | {"x": ("data", None)}
+    plan = make_plan(program, Options(topology="v5p:2x2x2", mesh="data=8", asked=read_asked(pins=pins))).plan
+    compiled = reserved_bytes(compile_without_devices(program, plan, 300.0, True))
+    assert plan.prediction.peak_bytes == pytest.approx(compiled, rel=0.01)
 
 
 def test_a_plan_fits_if_only_the_solver_counts_too_much() -> None:
