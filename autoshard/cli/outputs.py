@@ -35,7 +35,7 @@ def print_rich(renderable: Any, answer: TextIO, whole: bool = False) -> None:
         console = Console(
             file=answer, width=max(console.width, Measurement.get(console, limitless, renderable).maximum)
         )
-    console.print(Printable(renderable))
+    console.print(Printable(renderable), crop=False)  # commands to paste may be longer than the screen is wide
 
 
 _LIMITLESS = 10_000

@@ -1,6 +1,7 @@
 """Ways to use chips for reinforcement learning as a table, as figures for scripts, and as commands."""
 
 import math
+import shlex
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -11,7 +12,7 @@ from rich.text import Text
 from autoshard.base.units import format_bytes, format_count, format_seconds
 from autoshard.reinforcement.rl_plan import MODES, RlPlan, RlWay
 from autoshard.reinforcement.trainer import Trainer
-from autoshard.report.display import clean
+from autoshard.report.display import OneLine, clean
 from autoshard.serving import ServingLimits, ServingPlan, ServingPoint, ServingRequests, vllm_commands
 
 
@@ -102,12 +103,12 @@ def rl_report(plan: RlPlan) -> RenderableType:
         table.add_row(*_cells(plan, way), style="bold" if way is best else "")
     lengths = f"answers of {work.answer} tokens" + (f", at most {work.longest}" if work.longest > work.answer else "")
     head = f"{clean(plan.model.config)} on {plan.topology.name}: {work.sequences} {lengths}, prompts of {work.prompt}"
-    lines = [Text(head, style="bold"), Text(), table, Text()]
+    lines: list[RenderableType] = [Text(head, style="bold"), Text(), table, Text()]
     for text in _sentences(plan, best):
         lines.append(Text(text))
     lines += [Text(), Text(_NOTE, style="dim")]
     for text in rl_commands(plan, best):
-        lines += [Text(), Text(text)]
+        lines += [Text(), OneLine(text)]
     return Group(*lines)
 
 
@@ -207,7 +208,7 @@ def _serve_commands(plan: RlPlan, way: RlWay) -> list[str]:
 def _train_command(plan: RlPlan, way: RlWay) -> str:
     """Return the command of autoshard that plans one update: `degrees` on GPUs, else `plan`."""
     trainer, work = way.trainer, plan.work
-    step = f"{plan.model.config} --topology {trainer.topology.name}"
+    step = f"{shlex.quote(plan.model.config)} --topology {shlex.quote(trainer.topology.name)}"
     if trainer.framework:
         return f"autoshard degrees {step} --framework {trainer.framework} --batch {trainer.batch} --seq {work.length}"
     degrees = trainer.degrees

@@ -48,6 +48,19 @@ class Printable:
             yield Segment(text if safe else "\n".join(map(clean, text.split("\n"))), style, control)
 
 
+class OneLine:
+    """Renderable for rich of a command to paste: one line, also where the screen is narrower."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from rich.segment import Segment
+
+        yield Segment(self._text)
+        yield Segment.line()
+
+
 def breakable(name: str) -> str:
     """Insert a zero-width space after each run of dots, slashes and underscores, where the name may break
     into lines.

@@ -15,7 +15,7 @@ from autoshard.base.files import read_json
 from autoshard.base.units import format_bytes, format_count, format_seconds
 from autoshard.cost import Topology
 from autoshard.errors import UserError
-from autoshard.report.display import clean
+from autoshard.report.display import OneLine, clean
 from autoshard.report.page.html_report import environment, script_json
 from autoshard.serving.serving_check import CheckedStep
 from autoshard.serving.serving_exports import vllm_commands, vllm_notes
@@ -120,10 +120,12 @@ def serving_report(plan: ServingPlan, checked: Sequence[CheckedStep] = ()) -> Re
     head += "" if asked.sample == "greedy" else f", sampling {asked.sample.replace(',', ' and ')}"
     limits = (("first token", plan.limits.first_s), ("each token", plan.limits.token_s), ("gap", plan.limits.gap_s))
     head += "".join(f", {what} within {format_seconds(most)}" for what, most in limits if math.isfinite(most))
-    lines = [Text(head, style="bold"), Text(), table, Text()]
+    lines: list[RenderableType] = [Text(head, style="bold"), Text(), table, Text()]
     lines.append(Text(_note(plan, columns), style="dim"))
-    for text in [*vllm_notes(plan), *vllm_commands(plan)]:
-        lines += [Text(), Text(text)]
+    for note in vllm_notes(plan):
+        lines += [Text(), Text(note)]
+    for command in vllm_commands(plan):
+        lines += [Text(), OneLine(command)]
     if checked:
         lines += [Text(), *_checks(checked)]
     return Group(*lines)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shlex
 
 import pytest
 
@@ -272,7 +273,7 @@ def test_weights_of_stages_and_experts_move_once(tp: int, pp: int, ep: int):
 
 
 def run(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    code = cli.main(line.split())
+    code = cli.main(shlex.split(line))
     return code, *capsys.readouterr()
 
 
@@ -288,6 +289,13 @@ def test_the_report_names_ways_degrees_and_commands(capsys: pytest.CaptureFixtur
     assert best.trainer.words in out and "vllm serve MODEL" in out and "autoshard degrees hf:qwen2.5-7b" in out
     assert "in turn" in out and "one off" in out and "By closed form" in out
     assert f"{best.sampler.seats * best.sampler.engine.attention} sequences at a time" in " ".join(out.split())
+
+
+def test_the_command_for_the_trainer_runs_as_printed(capsys: pytest.CaptureFixture[str], monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = run(f"{LINE.replace('h100:8*2', 'h100:8*4')} --answers 8", capsys)
+    (line,) = (each for each in out.splitlines() if each.startswith("autoshard degrees"))
+    assert run(shlex.join(shlex.split(line)[1:]), capsys)[0] == 0
 
 
 def test_json_has_all_ways(capsys: pytest.CaptureFixture[str]):
