@@ -153,13 +153,14 @@ class _UseHooks:
             parameter = module._parameters[key]
             if list(parameter.placements) != use.weight:
                 # The placed copy hides the parameter during the call only, so that no optimizer or checkpoint sees it.
-                module.__dict__[key] = parameter.redistribute(placements=use.weight)
+                placed = parameter.redistribute(placements=use.weight)
+                module.__dict__[key] = self._ops.memory.placed(parameter, placed)
         if not matching or shape is None:
             return None
         places = matching[0][1].input
         if any(place.is_shard() and place.dim >= len(shape) for place in places):
             return None
-        return (moved(first, places), *args[1:])
+        return (self._ops.memory.placed(first, moved(first, places)), *args[1:])
 
     def after(self, module: Any, args: Any, output: Any) -> Any:
         """Restore the parameters, also after a failed call, and return the output as planned.
@@ -171,7 +172,7 @@ class _UseHooks:
         for key, _ in matching:
             module.__dict__.pop(key, None)
         if matching and isinstance(output, DTensor) and tuple(output.shape) == matching[0][1].output_shape:
-            return moved(output, matching[0][1].output)
+            return self._ops.memory.placed(output, moved(output, matching[0][1].output))
         return None
 
 

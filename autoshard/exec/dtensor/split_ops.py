@@ -6,6 +6,7 @@ works above autograd: a function on whole tensors also has its gradient computed
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.tensor.experimental import register_sharding
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree
 
+from autoshard.exec.dtensor.shared_memory import SharedMemory
 from autoshard.exec.dtensor.split_functions import ON_SHARDS
 from autoshard.exec.dtensor.split_trial import is_sound, settle, trial
 
@@ -26,7 +28,7 @@ class SplitOps(TorchFunctionMode):
     is a trial. The function fails the trial if DTensor fails on it or on its gradient, or returns other values than one
     device does. From then on it is tried with splits of the first dim only. If that fails too, its arguments are
     gathered and every device runs it whole. Open sums are completed before the next function, and tensors that cannot
-    be split evenly are replicated.
+    be split evenly are replicated. A write to a tensor reaches all that share its memory (`SharedMemory`).
 
     `pins` are placements of results by function's name and result's shape.
     """
@@ -39,6 +41,7 @@ class SplitOps(TorchFunctionMode):
         self.inside = 0
         """Number of running layers whose results are placed at their end; no value within them is pinned."""
         self.mesh = mesh
+        self.memory = SharedMemory(mesh)
         self.whole: dict[str, str] = {}
         """Name of a function that every device ran whole -> its failure on DTensors."""
         self._runs: dict[Any, bool] = {}
@@ -55,10 +58,65 @@ class SplitOps(TorchFunctionMode):
         """
         kwargs = kwargs or {}
         leaves = _pytree.tree_leaves((args, kwargs))
-        if func in _READS or not any(isinstance(leaf, DTensor) for leaf in leaves):
-            return func(*args, **kwargs)
-        if _changes(func) and not isinstance(leaves[0], DTensor):
-            return self._on_whole(func, args, kwargs)
+        if not any(isinstance(leaf, DTensor) for leaf in leaves):
+            result = func(*args, **kwargs)
+            if _changes(func):
+                self.memory.spread(leaves[0])
+            return result
+        if func in _READS:
+            return self.memory.record(func, args, kwargs, func(*args, **kwargs), func)
+        if func is torch.Tensor.__iter__:  # its result hides the views from `record`
+            return iter(self.__torch_function__(torch.Tensor.unbind, types, args))
+        if kwargs.get("out") is not None:
+            return self._into(kwargs["out"], func, args, {key: each for key, each in kwargs.items() if key != "out"})
+        if (position := _inplace(func, args, kwargs)) is not None:
+            return self._in_place(func, args, kwargs, position)
+        if not _changes(func):
+            return self._run(func, args, kwargs)
+        if not isinstance(leaves[0], DTensor):
+            result = self._on_whole(func, args, kwargs)
+            self.memory.spread(leaves[0])
+            return result
+        if not args:  # the tensor is named
+            first, *others = kwargs
+            args, kwargs = (kwargs[first],), {key: kwargs[key] for key in others}
+        if not isinstance(args[0], DTensor):
+            raise NotImplementedError(f"{_named(func)} on several distributed tensors: write to each of them.")
+        # A write to the memory itself could change what autograd or another DTensor has of it.
+        changed = args[0].clone()
+        result = self._run(func, (changed, *args[1:]), kwargs)
+        self.memory.assign(args[0], changed)
+        return args[0] if result is changed else result
+
+    def _into(self, out: Any, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a function, write its results to the tensors of `out`, and return these."""
+        tensors = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            raise RuntimeError(f"{_named(func)}: torch has no gradient of functions with `out`.")
+        distributed = any(isinstance(tensor, DTensor) for tensor in tensors)
+        result = self._run(func, args, kwargs) if distributed else func(*args, **kwargs)
+        for target, value in zip(_pytree.tree_leaves(out), _pytree.tree_leaves(result), strict=True):
+            self.memory.assign(target, self._distributed(value))
+        return out
+
+    def _in_place(self, func: Callable[..., Any], args: Any, kwargs: Any, position: int) -> Any:
+        """Run a function with its argument `inplace`, at a position, as False, and write its result to its input."""
+        args, kwargs = list(args), {key: each for key, each in kwargs.items() if key != "inplace"}
+        target = args[0] if args else kwargs["input"]
+        if isinstance(target, DTensor):
+            # Autograd may save the argument, which must not be the tensor that changes.
+            own = settle(target)
+            own = own.redistribute(placements=own.placements)
+            args, kwargs = ([own, *args[1:]], kwargs) if args else (args, kwargs | {"input": own})
+        if len(args) > position:
+            args[position] = False
+        else:
+            kwargs["inplace"] = False
+        self.memory.assign(target, self._run(func, tuple(args), kwargs))
+        return target
+
+    def _run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a function, by its trials, which writes to no DTensor but its first argument."""
         given, keywords = _pytree.tree_map_only(torch.Tensor, self._distributed, (args, kwargs))
         key = _key(func, (given, keywords))
         if key not in self._runs:
@@ -77,10 +135,13 @@ class SplitOps(TorchFunctionMode):
         if self._runs[key]:
             result = run_split(func, given, keywords)
             if all(is_sound(each, _divides) for each in _pytree.tree_leaves(result)):
-                return result if _changes(func) else _pytree.tree_map_only(DTensor, self._pinned(func, args), result)
+                if _changes(func):
+                    return result
+                result = _pytree.tree_map_only(DTensor, self._pinned(func, args), result)
+                return self.memory.record(func, args, kwargs, result, key)
             self._note(func, self._agreed("its result is of another shape"))
             self._runs[key] = False
-        return self._on_whole(func, args, kwargs)
+        return self.memory.record(func, args, kwargs, self._on_whole(func, args, kwargs), key)
 
     def _pinned(self, func: Callable[..., Any], args: Sequence[Any]) -> Callable[[Any], Any]:
         """Return a function that places a DTensor result of `func` as planned, if it has a pin and no layer runs, and
@@ -141,7 +202,7 @@ class SplitOps(TorchFunctionMode):
 
     def _note(self, func: Callable[..., Any], wrong: str) -> None:
         """Record that every device runs a function whole, with the reason; the first reason of a function stays."""
-        self.whole.setdefault(resolve_name(func) or getattr(func, "__name__", str(func)), wrong)
+        self.whole.setdefault(_named(func), wrong)
 
     def _on_whole(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a function on gathered arguments, on every device, and copy its writes back to the shards.
@@ -152,18 +213,18 @@ class SplitOps(TorchFunctionMode):
         writable: list[tuple[Any, Any, int]] = []
 
         def gather(tensor: Any) -> Any:
-            """Return the whole of a DTensor, and record it as writable if it needs no gradient."""
+            """Return the whole of a DTensor, and record it, since the function may write to it."""
             result = gathered(tensor)
-            if not tensor.requires_grad:
-                writable.append((tensor, result, result._version))
+            writable.append((tensor, result, result._version))
             return result
 
         whole, keywords = _pytree.tree_map_only(DTensor, gather, (args, kwargs))
         if not _changes(func):
             result = func(*whole, **keywords)
             for tensor, each, before in writable:
-                if each._version != before:  # `out`, or running statistics
-                    tensor.copy_(self._wrapped(each).redistribute(placements=tensor.placements))
+                if each._version != before:  # running statistics, or rows of a table with `max_norm`
+                    with torch.set_grad_enabled(torch.is_grad_enabled() and not tensor.requires_grad):
+                        self.memory.assign(tensor, self._wrapped(each))
             return _pytree.tree_map_only(torch.Tensor, self._wrapped, result)
         if not isinstance(target, DTensor):
             return func(*whole, **keywords)
@@ -287,6 +348,28 @@ def _is(leaf: Any) -> bool:
     return isinstance(leaf, DTensor)
 
 
+def _named(func: Callable[..., Any]) -> str:
+    """Return the name of a function in sentences."""
+    return resolve_name(func) or getattr(func, "__name__", str(func))
+
+
+@functools.cache
+def _position(func: Callable[..., Any]) -> int | None:
+    """Return the position of a function's parameter `inplace`; None if it has none."""
+    try:
+        return list(inspect.signature(func).parameters).index("inplace")
+    except (TypeError, ValueError):
+        return None
+
+
+def _inplace(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """Return the position of a function's parameter `inplace` if it is given as True; else None."""
+    position = _position(func)
+    if position is None:
+        return None
+    return position if kwargs.get("inplace") or (len(args) > position and args[position]) else None
+
+
 def _changes(func: Callable[..., Any]) -> bool:
     """Return True if a function writes to its first argument, by its name: `add_`, `__iadd__`, `__setitem__`."""
     name = getattr(func, "__name__", "")
@@ -305,6 +388,7 @@ _READS = {
     torch.Tensor.is_contiguous,
     torch.Tensor.stride,
     torch.Tensor.requires_grad_,
+    torch.Tensor.detach_,
     torch.Tensor.register_hook,
     torch.Tensor.__len__,
     torch.Tensor.data_ptr,

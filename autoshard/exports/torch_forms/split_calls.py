@@ -50,7 +50,7 @@ def place_gradients(model):
 '''
 """Code of functions that start to split a model's functions, and place its gradients."""
 
-_FILES = ("split_trial", "split_functions", "split_ops")
+_FILES = ("split_trial", "shared_memory", "split_functions", "split_ops")
 """Files of `autoshard.exec.dtensor` with the code; a file needs those before it."""
 _LEFT_OUT = {"is_experts", "ExpertHooks"}
 """Names in them that no function of an export needs."""
