@@ -14,8 +14,8 @@ from autoshard.errors import UserError
 from autoshard.exec.devices.torch_names import own_name, owned_parameters
 from autoshard.exec.dtensor.dtensor_placements import placements_of
 from autoshard.exec.dtensor.split_functions import ExpertHooks, is_experts
-from autoshard.exec.dtensor.split_ops import PlacedGradient, SplitOps, gathered
-from autoshard.exec.dtensor.split_trial import settle
+from autoshard.exec.dtensor.split_ops import SplitOps, gathered
+from autoshard.exec.dtensor.split_trial import PlacedGradient, moved, settle
 from autoshard.planning import Plan, dims_by_axis, module_pattern
 from autoshard.program import map_inputs
 
@@ -174,11 +174,6 @@ class _UseHooks:
         if matching and isinstance(output, DTensor) and tuple(output.shape) == matching[0][1].output_shape:
             return self._ops.memory.placed(output, moved(output, matching[0][1].output))
         return None
-
-
-def moved(tensor: Any, places: Sequence[Any]) -> Any:
-    """Return a DTensor in other placements, itself if it has them already."""
-    return tensor if list(tensor.placements) == list(places) else tensor.redistribute(placements=list(places))
 
 
 class _RunHooks:

@@ -18,7 +18,7 @@ from torch.utils import _pytree
 
 from autoshard.exec.dtensor.shared_memory import SharedMemory
 from autoshard.exec.dtensor.split_functions import ON_SHARDS
-from autoshard.exec.dtensor.split_trial import is_sound, settle, trial
+from autoshard.exec.dtensor.split_trial import PlacedGradient, is_sound, settle, trial
 
 
 class SplitOps(TorchFunctionMode):
@@ -290,21 +290,6 @@ def settled(tensor: Any) -> Any:
         gradient_places = [Replicate() if p.is_partial() else p for p in places]
         result.register_hook(PlacedGradient(gradient_places))
     return result
-
-
-class PlacedGradient:
-    """Hook of a tensor that places its gradient; the hook is not serialised with the tensor."""
-
-    __torch_unserializable__ = True
-
-    def __init__(self, places: Sequence[Any]) -> None:
-        self._places = list(places)
-
-    def __call__(self, gradient: Any) -> Any:
-        """Return the gradient in the hook's placements; a plain tensor is returned unchanged."""
-        if not isinstance(gradient, DTensor) or list(gradient.placements) == self._places:
-            return gradient
-        return gradient.redistribute(placements=self._places)
 
 
 def gathered(tensor: Any) -> Any:

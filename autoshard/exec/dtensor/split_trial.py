@@ -17,8 +17,33 @@ def settle(value: Any) -> Any:
     """Complete the open sums of a DTensor; return any other value unchanged."""
     if not isinstance(value, DTensor):
         return value
-    places = [Replicate() if place.is_partial() else place for place in value.placements]
-    return value.redistribute(placements=places) if places != list(value.placements) else value
+    return moved(value, [Replicate() if place.is_partial() else place for place in value.placements])
+
+
+def moved(tensor: Any, places: Sequence[Any]) -> Any:
+    """Return a DTensor in other placements, itself if it has them already."""
+    if list(tensor.placements) == list(places):
+        return tensor
+    result = tensor.redistribute(placements=list(places))
+    if result.requires_grad and any(place.is_partial() for place in tensor.placements):
+        # DTensor takes a gradient that is a partial sum there for the whole sum.
+        result.register_hook(PlacedGradient(places))
+    return result
+
+
+class PlacedGradient:
+    """Hook of a tensor that places its gradient; the hook is not serialised with the tensor."""
+
+    __torch_unserializable__ = True
+
+    def __init__(self, places: Sequence[Any]) -> None:
+        self._places = list(places)
+
+    def __call__(self, gradient: Any) -> Any:
+        """Return the gradient in the hook's placements; a plain tensor is returned unchanged."""
+        if not isinstance(gradient, DTensor) or list(gradient.placements) == self._places:
+            return gradient
+        return gradient.redistribute(placements=self._places)
 
 
 def trial(func: Callable[..., Any], run: Callable[..., Any], args: Any, kwargs: Any, changes: bool) -> str:

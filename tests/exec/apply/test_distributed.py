@@ -270,6 +270,29 @@ def test_values_between_layers_are_placed_as_planned(tmp_path: Path) -> None:
 KINDS = {"all-gather": "all_gather_into_tensor", "all-reduce": "all_reduce", "reduce-scatter": "reduce_scatter_tensor"}
 
 
+SUMMED = """
+import json, os, sys
+os.environ.update(RANK=sys.argv[1], WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=sys.argv[2])
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from autoshard.exec.dtensor.split_ops import SplitOps
+torch.distributed.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2,))
+plain = torch.arange(8.0).reshape(4, 2)
+given = distribute_tensor(plain, mesh, [Shard(0)]).requires_grad_()
+with SplitOps(mesh):
+    out = distribute_tensor(plain, mesh, [Shard(0)]) + (given * 3).sum()
+out.sum().backward()
+print(json.dumps(given.grad.full_tensor().tolist()))
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_a_sum_that_is_added_to_split_values_has_the_whole_gradient() -> None:
+    assert run_workers(SUMMED, []) == [[[24.0, 24.0]] * 4] * 2
+
+
 SELECTING = """
 import json, os, sys
 os.environ.update(RANK=sys.argv[1], WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=sys.argv[2])
