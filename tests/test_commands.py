@@ -155,7 +155,7 @@ def test_a_sweep_without_a_plan_fails_after_its_table(folder: Path, here: Here):
 
 
 def test_measure_a_saved_plan_and_check_it(folder: Path):
-    result = run("measure", "step.py", "--plan", "plan.json", "--check", "--steps", "2", "--json", cwd=folder)
+    result = run("measure", "plan.json", "--check", "--steps", "2", "--json", cwd=folder)
     assert result.returncode == 0, result.stderr
     figures = json.loads(result.stdout)
     assert figures["step_time_s"] > 0
@@ -440,6 +440,9 @@ def test_a_profile_stands_with_the_prediction(folder: Path, here: Here):
         ("report none.json", "cannot read the plan file none.json"),
         ("report plan.json --compare plan.json", "--compare is for the page; name it with --out report.html."),
         ("report plan.json -o r.html --measured plan.json", "plan.json has no `step_time_s`; give what"),
+        ("compile plan.json", "only TPU and GPU topologies can be compiled for"),
+        ("compile none.json", "cannot read the plan file none.json"),
+        ("compile step.py", "`autoshard compile` takes a PLAN.json, or PROGRAM --plan PLAN.json."),
         ("compile step.py --entry fails --plan plan.json", "only TPU and GPU topologies can be compiled for"),
         ("plan step.py --entry fails --topology cpu:8 --compile", "only TPU and GPU topologies can be compiled for"),
         (
@@ -504,6 +507,8 @@ def test_a_plan_of_another_program_is_refused_before_it_compiles(folder: Path, m
     monkeypatch.chdir(folder)
     plan = str(tmp_path / "v5e.json")
     assert cli.main(["plan", "step.py", "--topology", "v5e:2x4", "--mesh", "data=4,model=2", "--out", plan]) == 0
+    assert cli.main(["compile", plan, "--entry", "dtypes_differ"]) == 2
+    assert "argument `x` is float32[32,64] in the plan" in capsys.readouterr().err
     assert cli.main(["compile", "step.py", "--plan", plan, "--entry", "dtypes_differ"]) == 2
     shown = capsys.readouterr().err
     assert "another program: argument `x` is float32[32,64] in the plan" in shown and "Compiling for" not in shown

@@ -16,6 +16,7 @@ from autoshard.cli.inputs import (
     read_json,
     stand_in_devices,
     start_devices,
+    take_plan_alone,
 )
 from autoshard.cli.outputs import print_json, print_rich, show_progress
 from autoshard.cli.session import connect, ray_of
@@ -43,6 +44,8 @@ def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:
     from autoshard.exec import measure, measurement_figures
     from autoshard.planning import load_plan
 
+    if arguments.topology is None:
+        take_plan_alone(arguments)
     if (arguments.plan is None) == (arguments.topology is None):
         raise UserError("`autoshard measure` takes either --plan PLAN.json, or --topology to plan first.")
     planning = ("mesh", "memory_limit", "save_problem", "pin", "forbid", "axis_only", "replicate", "pin_from")
@@ -86,6 +89,9 @@ def run_compile(arguments: argparse.Namespace, answer: TextIO) -> int:
     from autoshard.planning import load_plan
     from autoshard.report import write_text
 
+    take_plan_alone(arguments)
+    if arguments.plan is None:
+        raise UserError("`autoshard compile` takes a PLAN.json, or PROGRAM --plan PLAN.json.")
     plan = load_plan(arguments.plan)
     compiler_target(Topology.parse(plan.topology))  # a plan for other devices is refused before the program is traced
     with show_progress(arguments) as progress:

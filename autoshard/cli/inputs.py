@@ -40,6 +40,24 @@ def need_no_accelerator() -> None:
     os.environ.setdefault("PJRT_DEVICE", "CPU")
 
 
+def take_plan_alone(arguments: argparse.Namespace) -> None:
+    """Set `--plan` and `PROGRAM` from a `PLAN.json` in the place of the program, if no plan is given.
+
+    Raises `UserError` for a file that is no plan, and for a plan that does not name its program.
+    """
+    if arguments.plan is not None or not arguments.program.endswith(".json") or arguments.program.startswith("hf:"):
+        return
+    from autoshard.planning import load_plan
+
+    path = Path(arguments.program)
+    source = load_plan(path).source
+    if source is None or not source.program:
+        raise UserError(f"{path} does not say where its program is: give it too, as in `PROGRAM --plan {path}`.")
+    arguments.plan, arguments.program = path, source.program
+    if arguments.entry == "program":
+        arguments.entry = source.entry
+
+
 def open_program(
     arguments: argparse.Namespace,
     progress: "ProgressLine",

@@ -45,6 +45,7 @@ from autoshard.errors import UserError
 
 _COLUMNS = 79
 """Width of help texts, in characters."""
+PLAN_HELP = "written by `autoshard plan --out`; given in place of PROGRAM, it names its program"
 PROGRAM_HELP = """\
 PROGRAM is a Python file, a file with a module, or hf:CONFIG.
 
@@ -163,7 +164,7 @@ def build_parser() -> argparse.ArgumentParser:
         PROGRAM_HELP,
     )
     add_program(measure)
-    measure.add_argument("--plan", metavar="PLAN.json", type=Path, help="written by `autoshard plan --out`")
+    measure.add_argument("--plan", metavar="PLAN.json", type=Path, help=PLAN_HELP)
     measure.add_argument(
         "--check",
         action="store_true",
@@ -190,7 +191,7 @@ def build_parser() -> argparse.ArgumentParser:
         PROGRAM_HELP,
     )
     add_program(compile_)
-    compile_.add_argument("--plan", required=True, metavar="PLAN.json", type=Path, help="from `autoshard plan --out`")
+    compile_.add_argument("--plan", metavar="PLAN.json", type=Path, help=PLAN_HELP)
     add_output(compile_, "--hlo", metavar="OUT.txt", help="write the compiled program here")
     compile_.add_argument(
         "--quick", action="store_true", help="write no machine code: verdict, memory and schedule in seconds (TPUs)"

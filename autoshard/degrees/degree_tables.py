@@ -53,6 +53,8 @@ def degree_report(choices: Sequence[DegreeChoice]) -> RenderableType:
     shown = fitting[:_SHOWN]
     # The plan that people try first has a row in any case.
     shown += [each for each in fitting[_SHOWN:] if each.run.tp * each.run.pp * each.run.ep == 1][:1]
+    best, fastest = fitting[0], min(fitting, key=lambda each: each.step.seconds)
+    shown += [fastest] if fastest not in shown else []
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0, header_style="dim")
     table.add_column("plan", no_wrap=True)
     table.add_column("AC", no_wrap=True)
@@ -63,14 +65,13 @@ def degree_report(choices: Sequence[DegreeChoice]) -> RenderableType:
         table.add_row(
             format_degrees(each.run).split(" AC ")[0],
             each.run.recompute,
-            f"{each.step.seconds:.4g} s",
+            f"{each.step.seconds:.4g} s{'*' if each is fastest is not best else ''}",
             f"{100 * each.mfu:.0f} %",
             f"{each.step.peak_bytes / GIB:.1f}",
             f"{100 * parts['bubble'] / each.step.seconds:.0f} %",
             f"{100 * parts['gradients'] / each.step.seconds:.0f} %",
             f"{each.waits}",
         )
-    best, fastest = fitting[0], min(fitting, key=lambda each: each.step.seconds)
     near = sum(each.step.seconds <= fastest.step.seconds * (1 + INDISTINCT) for each in fitting)
     text = (
         f"{len(choices)} plans multiply, {len(fitting)} of them fit, {near} within {100 * INDISTINCT:.0f} % of the "
@@ -80,7 +81,7 @@ def degree_report(choices: Sequence[DegreeChoice]) -> RenderableType:
     text += (
         "."
         if best is fastest
-        else f"; the fastest is {format_degrees(fastest.run)}, which waits {fastest.waits} times."
+        else f"; the fastest (*) is {format_degrees(fastest.run)}, which waits {fastest.waits} times."
     )
     limit = f"A GPU holds {best.limit_bytes / GIB:.1f} GiB of tensors. "
     return Group(table, Text(), Text(limit + text, style="dim"), *(Text(each, style="dim") for each in _notes(best)))
