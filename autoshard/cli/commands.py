@@ -44,8 +44,7 @@ def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:
     from autoshard.exec import measure, measurement_figures
     from autoshard.planning import load_plan
 
-    if arguments.topology is None:
-        take_plan_alone(arguments)
+    take_plan_alone(arguments)
     if (arguments.plan is None) == (arguments.topology is None):
         raise UserError("`autoshard measure` takes either --plan PLAN.json, or --topology to plan first.")
     planning = ("mesh", "memory_limit", "save_problem", "pin", "forbid", "axis_only", "replicate", "pin_from")

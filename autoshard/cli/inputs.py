@@ -41,11 +41,12 @@ def need_no_accelerator() -> None:
 
 
 def take_plan_alone(arguments: argparse.Namespace) -> None:
-    """Set `--plan` and `PROGRAM` from a `PLAN.json` in the place of the program, if no plan is given.
+    """Set `--plan` and `PROGRAM` from a `PLAN.json` in the place of the program, if neither plan nor topology is given.
 
     Raises `UserError` for a file that is no plan, and for a plan that does not name its program.
     """
-    if arguments.plan is not None or not arguments.program.endswith(".json") or arguments.program.startswith("hf:"):
+    given = arguments.plan is not None or getattr(arguments, "topology", None) is not None
+    if given or not arguments.program.endswith(".json") or arguments.program.startswith("hf:"):
         return
     from autoshard.planning import load_plan
 

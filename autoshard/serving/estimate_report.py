@@ -70,7 +70,12 @@ def estimates_report(
         step = {"train": "a training step", "infer": "a forward pass"}.get(asked.kind, f"a step of {asked.kind}")
         over = "tokens in a cache" if asked.kind == "decode" else "tokens"
         title += f": {step} of {asked.batch} x {asked.seq} {over}" if len(places) == 1 else f": {step}"
-        note = "From the model's dims by closed form, for the usual layouts: a first guess, no plan."
+        note = (
+            "From the model's dims by closed form, for the usual layouts of a step that XLA compiles: a first guess, "
+        )
+        note += "no plan."
+        if asked.kind == "train" and any(each.topology.traits.gpu_kernels for each in found):
+            note += " `autoshard degrees` has times of eager torch."
     else:
         note = "The least that any plan needs: arguments split over all devices, arithmetic alone. No plan."
     table = _by_kind(found) if len(places) == 1 else _by_topology(found)
