@@ -10,6 +10,7 @@ from autoshard.degrees.gpu_stage import MachinePrices, host_figures
 from autoshard.degrees.gpu_step import GpuStep, price_step
 from autoshard.degrees.node_waits import steadiest, waits
 from autoshard.errors import UserError
+from autoshard.planning import EAGER_SHARE
 from autoshard.program import config_dims, read_config
 from autoshard.serving import Decoder
 
@@ -33,8 +34,8 @@ class DegreeChoice:
 
     @property
     def limit_bytes(self) -> float:
-        """Bytes of one GPU that tensors may occupy: a share of its usable memory (`HostFigures.usable_share`)."""
-        return self.run.topology.usable_bytes * host_figures().usable_share
+        """Bytes of one GPU that tensors may occupy: the share `EAGER_SHARE` of its usable memory."""
+        return self.run.topology.usable_bytes * EAGER_SHARE
 
     @property
     def fits(self) -> bool:

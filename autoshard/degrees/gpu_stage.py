@@ -26,8 +26,6 @@ class HostFigures:
     """Share of the shorter of compute and overlapped communication that is exposed."""
     eager_traffic: float
     """Bytes at the bandwidth of a stream for each byte of kernels other than matmuls."""
-    usable_share: float
-    """Share of a GPU's usable memory that a program's tensors may occupy."""
 
 
 @functools.cache

@@ -26,6 +26,7 @@ from autoshard.planning.explain.remat_policies import remat_policy as remat_poli
 from autoshard.planning.explain.remat_policies import torch_remat_policy as torch_remat_policy
 from autoshard.planning.forms.dim_name_rules import Mappings as Mappings
 from autoshard.planning.forms.dim_name_rules import by_name as by_name
+from autoshard.planning.forms.eager_memory import EAGER_SHARE as EAGER_SHARE
 from autoshard.planning.forms.eager_memory import chosen_options as chosen_options
 from autoshard.planning.forms.eager_memory import eager_peak as eager_peak
 from autoshard.planning.forms.export_forms import FORMS as FORMS

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from autoshard.degrees.gpu_run import GpuRun, waiting
-from autoshard.degrees.gpu_stage import host_figures
 from autoshard.degrees.gpu_step import GpuStep, price_step
 from autoshard.degrees.node_waits import steadiest
 from autoshard.errors import UserError
+from autoshard.planning import EAGER_SHARE
 from autoshard.validation.gpu_rows import GpuRow, read_gpu_rows
 
 
@@ -37,7 +37,7 @@ class PricedGpuRow:
     def limit(self) -> float:
         """Bytes that a program's tensors may occupy on a GPU according to our model; the run must be rebuilt."""
         assert self.row.run is not None
-        return self.row.run.topology.usable_bytes * host_figures().usable_share
+        return self.row.run.topology.usable_bytes * EAGER_SHARE
 
     @property
     def fits(self) -> bool:

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from autoshard.degrees.gpu_run import GpuRun
-from autoshard.degrees.gpu_stage import host_figures
 from autoshard.degrees.gpu_step import price_step
 from autoshard.errors import UserError
+from autoshard.planning import EAGER_SHARE
 from autoshard.planning.price.evaluate import evaluate
 from autoshard.validation.pair_rows import MeasuredGroup, MeasuredPlan, read_groups
 from autoshard.validation.published_runs import IncompleteError, Run
@@ -221,7 +221,7 @@ def _priced_row(
     seconds, unseen, peak = prices[run]
     if math.isinf(seconds):
         return dataclasses.replace(bare, skipped="a stage would have no layers")
-    share = host_figures().usable_share if isinstance(run, GpuRun) else 1.0
+    share = EAGER_SHARE if isinstance(run, GpuRun) else 1.0
     return dataclasses.replace(
         bare,
         predicted_s=seconds,

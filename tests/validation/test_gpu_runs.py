@@ -9,7 +9,7 @@ import pytest
 
 from autoshard.cost import Topology
 from autoshard.degrees.gpu_run import GpuRun, eager_framework, gpu_stages, gpu_topology, waiting
-from autoshard.degrees.gpu_stage import GpuPrices, host_figures
+from autoshard.degrees.gpu_stage import GpuPrices
 from autoshard.degrees.gpu_step import GpuStep, price_step
 from autoshard.degrees.node_waits import waits
 from autoshard.errors import UserError
@@ -129,7 +129,6 @@ def test_islands_of_a_count():
 def test_every_figure_has_its_source():
     path = pathlib.Path(price_step.__code__.co_filename).with_name("gpu_figures.json")
     assert all(entry["source"] for entry in json.loads(path.read_text()).values())
-    assert 0.5 < host_figures().usable_share < 1.0
 
 
 def test_shipped_tables_are_read_whole():

@@ -20,7 +20,7 @@ transformers and torchtitan both widen logits before the loss. Loops that keep t
 
 
 EAGER_SHARE = 0.9
-"""Share of a device's memory that tensors of eager torch may fill (assumed, as for degrees).
+"""Share of a device's memory that tensors of eager torch may fill (assumed).
 
 Blocks that its allocator keeps and NCCL's buffers have the rest.
 """
