@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,8 @@ import numpy as np
 from autoshard.planning import Plan, module_pattern
 from autoshard.program import Program, Role
 
+
+_log = logging.getLogger("autoshard")
 
 _VIEWS = {"view", "reshape", "flatten", "unflatten", "_unsafe_view"}
 """Functions that regroup dims."""
@@ -207,7 +210,8 @@ def _run(
     try:
         with Record(), torch.no_grad():
             twin.eager.call(module, batch)
-    except Exception:  # a module's own code and torch's raise any kind
+    except Exception as error:  # a module's own code and torch's raise any kind
+        _log.info("the trial of tensor parallelism ended in %s: %s: %s", running[-1], type(error).__name__, error)
         return calls, running[-1]
     finally:
         for hook in hooks:
