@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from autoshard.cost import Mesh, candidate_meshes
 from autoshard.errors import InfeasibleError, UserError
@@ -95,9 +95,8 @@ def search_meshes(
         chosen = mesh_choice.model.mesh
         if kept is not None and chosen == kept.mesh:
             assert first is not None
-            own = first.outcome
-            bound_s = mesh_choice.unconstrained_bound_s
-            return MeshResults(own, own, (own,), mesh_choice.tried, mesh_choice.others, bound_s)
+            own, bound_s = first.outcome, mesh_choice.unconstrained_bound_s
+            return MeshResults(own, own, (own,), first.rows(mesh_choice.tried), mesh_choice.others, bound_s)
     else:
         mesh_choice, chosen = None, given
         check_regions(graph, chosen)
@@ -169,6 +168,11 @@ class OnOneAxis:
             required=self.outcome.required,
         )
 
+    def rows(self, tried: Sequence[MeshTried]) -> tuple[MeshTried, ...]:
+        """Return rows of meshes, with the step without the form for this mesh as for all others."""
+        own, free_s = mesh_text(self.outcome.model.mesh), self.found.best.outcome.step_time_s
+        return tuple(dataclasses.replace(r, step_time_s=free_s) if r.mesh == own else r for r in tried)
+
 
 def on_one_axis(
     form: Form, search_on: Searcher, limits: Limits, before: EarlierRecipes | None, progress: Callable[[str], None]
@@ -215,7 +219,7 @@ def better_within(
         verdict = "the form can hold no plan on it"
     outcome, own = first.outcome, mesh_text(first.outcome.model.mesh)
     rows = []
-    for row in searched.tried:
+    for row in first.rows(searched.tried):
         said = verdict if row.verdict == "chosen" else "chosen" if row.mesh == own else row.verdict
         # The search compared the rest with the mesh that the form slows down.
         said = "not tried within the form" if "slower" in row.verdict and row.mesh != own else said

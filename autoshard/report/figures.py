@@ -20,6 +20,16 @@ UNSOLVED_SHOWN = 6
 """Most meshes without a solution that are named; the rest is counted."""
 
 
+def mesh_notes(plan: Plan) -> list[str]:
+    """Return sentences on the plan's other meshes: whether they have its form, and that their axes are whole."""
+    free_s = plan.meshes[0].step_time_s if plan.meshes else None
+    notes = [WHOLE_AXES]
+    if plan.origin.form and free_s is not None:
+        form = f"without the {plan.origin.form} form, in which the chosen mesh takes {format_seconds(free_s)}"
+        notes.insert(0, f"These are plans {form}.")
+    return notes
+
+
 def unsolved_meshes(plan: Plan) -> str:
     """Return a sentence on the meshes that were too large to solve, with their least bound; empty without any."""
     unsolved = [tried for tried in plan.meshes[1:] if tried.unsolved]

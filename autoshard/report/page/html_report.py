@@ -10,7 +10,7 @@ from autoshard.base.units import format_bytes, format_count, format_seconds
 from autoshard.cost import Topology, make_mesh
 from autoshard.planning import MeshTried, Plan, Prediction, axis_words, mesh_words
 from autoshard.report.display import breakable, clean, readable
-from autoshard.report.figures import WHOLE_AXES, best_baseline, compiled_figures, fixed_lines, recipe_line
+from autoshard.report.figures import best_baseline, compiled_figures, fixed_lines, mesh_notes, recipe_line
 from autoshard.report.page.ops_page import BOUNDS, link_loads, memory_data, ops_data, ops_summary, roofs, timeline_data
 from autoshard.report.schedule_picture import schedule_picture
 from autoshard.report.terminal.argument_tree import module_trees
@@ -93,7 +93,7 @@ def html_report(
             cause=functools.partial(cause_text, plan),
             recipe=recipe_line(plan),
             meshes=_meshes(plan),
-            whole_axes=WHOLE_AXES,
+            mesh_notes=" ".join(mesh_notes(plan)),
             binds=step_limits(plan),
             fixed=fixed_lines(plan),
             compare=compare and _comparison(plan, compare),

@@ -122,11 +122,7 @@ def mesh_table(plan: Plan) -> RenderableType | None:
         body.append(Text(f"  and {len(others) - MESHES} more, none faster", style="dim"))
     if unsolved:
         body.append(Text(f"  {clean(unsolved)}", style="dim"))
-    free_s = plan.meshes[0].step_time_s
-    if plan.origin.form and free_s is not None:
-        form = f"without the {plan.origin.form} form, in which the chosen mesh takes {format_seconds(free_s)}"
-        body.append(Text(f"  These are plans {form}.", style="dim"))
-    body.append(Text(f"  {figures.WHOLE_AXES}", style="dim"))
+    body += [Text(f"  {note}", style="dim") for note in figures.mesh_notes(plan)]
     return Group(*body)
 
 

@@ -32,6 +32,7 @@ from autoshard.planning.space.baselines import baselines
 from autoshard.planning.space.plan_options import Limits
 from autoshard.planning.space.user_constraints import Required
 from autoshard.program import Program, from_torch, trace
+from autoshard.report.figures import mesh_notes
 from tests.graph.programs import f32
 from tests.planning import programs
 
@@ -169,6 +170,9 @@ def test_a_form_that_gathers_has_all_devices_in_one_axis(form: str):
     assert plan.mesh == {"data": 8}
     assert [each.verdict for each in plan.meshes if each.verdict == "chosen"] == ["chosen"]
     assert plan.meshes[0].mesh == "data=8" and not any("fits" in each.verdict for each in plan.meshes)
+    free = autoshard.plan(program, topology="h100:8", mesh={"data": 8})
+    assert plan.meshes[0].step_time_s == pytest.approx(free.prediction.step_time_s, rel=1e-3)
+    assert any("without the" in note for note in mesh_notes(plan))
     for mesh in ({"data": 8}, {"data": 4, "model": 2}):
         given = autoshard.plan(program, topology="h100:8", mesh=mesh, form=form)
         assert plan.prediction.step_time_s <= given.prediction.step_time_s * (1 + NEAR)
