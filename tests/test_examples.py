@@ -14,8 +14,8 @@ from tests.compiling import QUICKLY
 
 FOLDER = Path(__file__).parent.parent / "examples"
 EXAMPLES = sorted(path.name for path in FOLDER.glob("*.py"))
-LIKE_OTHERS = ("equinox_model.py", "flax_nnx.py", "torch_xla_script.py")
-"""Examples left to `make test-full`: pages of the docs plan such models and such a script as well."""
+LIKE_OTHERS = ("equinox_model.py", "flax_nnx.py", "hf_finetune.py", "pipeline.py", "torch_xla_script.py")
+"""Examples left to `make test-full`: pages of the docs and other tests run such models and scripts as well."""
 
 
 def run(script: Path, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -299,7 +299,7 @@ def test_collectives_are_compared_by_kind_and_axes() -> None:
     assert one.seconds == pytest.approx(0.01) and one.waited_s == pytest.approx(0.06)
 
 
-@pytest.mark.parametrize("form", ["dtensor", "fsdp2", "jax"])
+@pytest.mark.parametrize("form", ["dtensor", "fsdp2", pytest.param("jax", marks=pytest.mark.full)])
 def test_alternatives_of_a_plan_in_a_form_are_priced_within_it(form: str) -> None:
     program, _ = wide()
     options = {"topology": "h100:8", "mesh": "data=8" if form == "fsdp2" else "data=4,model=2", "form": form}

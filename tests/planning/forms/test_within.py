@@ -459,6 +459,7 @@ def lookup_then_layers() -> Program:
     return trace(jax.jit(step, donate_argnums=0), (params, jax.ShapeDtypeStruct((64, 64), jnp.int32)), name="lookup")
 
 
+@pytest.mark.full
 def test_a_form_in_which_nothing_fits_names_the_way_to_state_the_plan():
     asked = {"topology": "v6e:8x8", "mesh": {"data": 32, "model": 2}, "memory_limit": 15 << 20}
     program = lookup_then_layers()
