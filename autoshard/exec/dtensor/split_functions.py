@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from autoshard.exec.dtensor.split_trial import settle
+from autoshard.exec.dtensor.uncompiled import uncompiled
 
 
 def attend(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str, Any]) -> Any:
@@ -238,6 +239,7 @@ class ExpertHooks:
         """Parameter -> its placements in the plan's ops, where the plan has them."""
         self._calls: list[tuple[Any, ...] | None] = []
 
+    @uncompiled
     def before(self, module: Any, args: tuple[Any, ...]) -> Any:
         """Replace inputs and parameters by this device's parts, and send tokens of other devices' experts nowhere.
 
@@ -274,6 +276,7 @@ class ExpertHooks:
         self._calls.append((list(parameters), len(next(iter(parameters.values()))), summed, hidden.placements))
         return own_hidden, own_index, own_weights
 
+    @uncompiled
     def after(self, module: Any, args: Any, output: Any) -> Any:
         """Restore the parameters, and return the output as a DTensor that is a partial sum over axes of experts.
 

@@ -25,11 +25,13 @@ def split_calls(model, mesh):
     """Run torch functions on DTensors with `SplitOps` of this file, while a module of the model runs."""
     ops, depth = SplitOps(mesh), [0]
 
+    @uncompiled
     def enter(module, args):
         if not depth[0]:
             ops.__enter__()
         depth[0] += 1
 
+    @uncompiled
     def leave(module, args, output):
         depth[0] -= 1
         if not depth[0]:
@@ -39,6 +41,7 @@ def split_calls(model, mesh):
     for module in model.modules():  # a checkpoint calls a module within the model again
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(leave, always_call=True)
+        module.forward = UncompiledForward(module)
 
 
 def place_gradients(model):
@@ -50,7 +53,7 @@ def place_gradients(model):
 '''
 """Code of functions that start to split a model's functions, and place its gradients."""
 
-_FILES = ("split_trial", "shared_memory", "split_functions", "split_ops")
+_FILES = ("uncompiled", "split_trial", "shared_memory", "split_functions", "split_ops")
 """Files of `autoshard.exec.dtensor` with the code; a file needs those before it."""
 _LEFT_OUT = {"is_experts", "ExpertHooks"}
 """Names in them that no function of an export needs."""

@@ -115,6 +115,7 @@ torch.save(model, file)
 file.seek(0)
 made = {"copied": copy.deepcopy(model), "pickled": pickle.loads(pickle.dumps(model))}
 made |= {"saved": torch.load(file, weights_only=False)}
+made |= {"compiled": torch.compile(copy.deepcopy(model), backend="aot_eager", dynamic=False)}
 for name, twin in made.items():
     for _ in range(2):
         twin.zero_grad()
@@ -161,7 +162,7 @@ def test_what_dtensor_cannot_run_is_run_whole(tmp_path: Path) -> None:
         assert found["out"] < 1e-5 and found["grads"] < 1e-5 and found["short"] < 1e-4
         assert found["split"]["up.weight"] == [16, 16] and found["split"]["down.weight"] == [16, 16]
         assert "has DTensors already" in found["twice"]
-        for twin in ("copied", "pickled", "saved"):
+        for twin in ("copied", "pickled", "saved", "compiled"):
             assert found[twin] < 1e-5 and found[f"{twin} as placed"]
         said = " ".join(found["notes"])
         assert "torch.Tensor.__setitem__" in said and "torch.topk" not in said
