@@ -150,6 +150,9 @@ COMMANDS = (
 )
 """Pages whose commands run, in the order in which they stand."""
 
+REPEATED = ("fitting.md", "pipelines.md", "serving.md")
+"""Pages with commands whose kinds other tests run on smaller models."""
+
 LONG = re.compile(r"sweep |.* --(remat|stages) auto ")
 """Commands that plan many times; other tests run them on smaller programs."""
 
@@ -157,7 +160,7 @@ LONG = re.compile(r"sweep |.* --(remat|stages) auto ")
 @pytest.mark.parametrize(
     ("page", "long"),
     [
-        *((page, False) for page in COMMANDS),
+        *(pytest.param(page, False, marks=[pytest.mark.full] * (page in REPEATED)) for page in COMMANDS),
         *(pytest.param(page, True, marks=pytest.mark.full) for page in ("fitting.md", "sweeping.md", "pipelines.md")),
     ],
 )

@@ -14,7 +14,8 @@ from tests.compiling import QUICKLY
 
 FOLDER = Path(__file__).parent.parent / "examples"
 EXAMPLES = sorted(path.name for path in FOLDER.glob("*.py"))
-LIKE_OTHERS = ("equinox_model.py", "flax_nnx.py", "hf_finetune.py", "pipeline.py", "torch_xla_script.py")
+LIKE_OTHERS = ("equinox_model.py", "flax_nnx.py", "hf_finetune.py", "pipeline.py")
+LIKE_OTHERS += ("torch_module.py", "torch_xla_script.py")
 """Examples left to `make test-full`: pages of the docs and other tests run such models and scripts as well."""
 
 

@@ -73,6 +73,7 @@ def test_what_is_no_json_is_refused_in_pieces_as_well(small: None):
             assert json_text.parse_pieces(damaged) == expected
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("unit", "command"),
     [*((unit, "solve") for unit in ("[],", "{},", '{"":[]},', "0,", "[[[]]],")), ("[],", "diff"), ("[],", "report")],
@@ -88,6 +89,7 @@ def test_a_small_file_that_unpacks_to_millions_of_objects_is_refused_at_once(
     assert f"it would take more than {4 if command == 'solve' else 2} GiB of memory" in capsys.readouterr().err
 
 
+@pytest.mark.few(2)
 @pytest.mark.heavy
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("command", ["solve", "report"])

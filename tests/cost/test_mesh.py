@@ -196,6 +196,7 @@ def test_hybrid_mesh() -> None:
     assert [[s.size for s in part if s.kind == "network"] for part in default.layout] == [[4], []]
 
 
+@pytest.mark.full
 def test_a_network_shape_is_found_among_many_assignments() -> None:
     # These 13 axes have 13!/(4! 4! 4! 1!) = 450 450 assignments, and those with slices on the first axis come last.
     sizes = {f"axis{number}": 2 for number in range(13)}

@@ -105,6 +105,7 @@ def states(graph: OpGraph, op: Op) -> set[tuple[int, ...]]:
     return {tuple(state) for state in heavy_strategies(graph, op, [2, 2, 2], "cpu").tolist()}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "state", "relative"),
     [

@@ -160,6 +160,7 @@ def offloading(name: str):
     )  # fmt: skip
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
 def test_the_compiler_holds_as_much_with_an_offloaded_stack(topology: str) -> None:
     """Estimate the stack of the layers' inputs, long sequences of few features: stored once, rounded for its

@@ -135,6 +135,7 @@ def recurrent() -> Program:
     return trace(lambda params, x: sgd(loss, params, x), (params, shape(5, 16, 16)), name="recurrent")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("pins", [{}, {"in": "-,data", "state": "data,-", "bias": "data", "x": "-,data,-"}])
 def test_weights_that_a_loop_does_not_change_are_resharded_before_it(pins: dict[str, str]) -> None:
     check(recurrent(), "cpu:8", "data=8", asked=read_asked(pins))
@@ -155,6 +156,7 @@ def test_slices_of_one_chip_are_one_axis() -> None:
     assert check(mlp(), "v6e:1x1*2", run=False).mesh == {"data": 2}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("mesh", ["data=8,model=1", "model=1,data=8", "a=1,data=8,b=1"])
 @pytest.mark.parametrize("topology", ["cpu:8", "v5e:2x4"])
 def test_an_axis_of_size_one_is_free(mesh: str, topology: str) -> None:

@@ -41,6 +41,7 @@ def given(rows: int) -> tuple[Any, Any, Any]:
     return hidden, head, KEY
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("mesh", ["model=8", "data=2,model=4"])
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_planned_sampler_equals_one_device_and_sends_the_predicted_bytes(name: str, mesh: str):
@@ -74,6 +75,7 @@ def test_the_best_of_split_rows_are_not_exchanged_as_whole_logits():
     assert wire == plan.prediction.wire_bytes == {"model": 2 * 4 * 16 * 7}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sample", ["greedy", "top_k=20,top_p=0.9", "top_p=0.9"])
 def test_a_planned_decode_step_returns_the_tokens_of_one_device(sample: str):
     fields = read_config("llama-tiny")[1] | {"vocab_size": VOCABULARY}

@@ -351,7 +351,7 @@ def independent_optimum(path: Path) -> int:
     return sum(c for c, x in zip(cost, chosen.tolist(), strict=True) if x)
 
 
-@pytest.mark.parametrize("limit", [None, 2600])
+@pytest.mark.parametrize("limit", [None, pytest.param(2600, marks=pytest.mark.full)])
 def test_the_saved_problem_has_the_plans_objective_for_another_solver(tmp_path: Path, limit: int | None) -> None:
     path = tmp_path / "problem.json.gz"
     plan = make_plan(

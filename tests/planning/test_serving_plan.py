@@ -292,6 +292,7 @@ def test_what_commands_cannot_say_is_reported(topology: str, asked: ServingReque
     assert note in " ".join(serving_figures(plan)["notes"]) and bool(serving_figures(plan)["notes"]) == bool(note)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "line", ["hf:deepseek-v3 --topology v6e:8x8 --weights fp8", "hf:mixtral-8x7b --topology h100:8"]
 )

@@ -298,6 +298,7 @@ def test_what_cannot_hold_its_state_is_reported_at_once() -> None:
     )
 
 
+@pytest.mark.full
 def test_recipes_are_chosen_for_each_topology() -> None:
     options = {"train": True, "batch": "auto", "remat": "full", "seq": 32}
     (row,) = autoshard.sweep("hf:llama-tiny", topologies=["v5e:1x1"], program_options=options, mesh="data=1")

@@ -69,6 +69,7 @@ def has_kernel(program: Program) -> bool:
     return "pallas_call" in str(jax.make_jaxpr(program.fn)(*program.args))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "causal", "length"),
     [(4, 2, 64, True, 256), (2, 2, 32, False, 128), (4, 2, 32, True, 100), (2, 2, 32, False, 197)],
@@ -94,7 +95,7 @@ def test_windows_and_softcaps_are_the_kernels_too() -> None:
         assert np.abs(plain - kernel).max() <= 1e-5 * np.abs(plain).max(), more
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("queries", "keys"), [(197, 230), (300, 300), (384, 384)])
 @pytest.mark.parametrize("more", [{"causal": True}, {"causal": False}, {"causal": False, "window": 50}])
 def test_sequences_that_no_block_divides_are_padded(queries: int, keys: int, more: dict[str, Any]) -> None:

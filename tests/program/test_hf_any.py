@@ -114,6 +114,7 @@ def eager(kind):
     return model
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "kind", [each if each in QUICK else pytest.param(each, marks=pytest.mark.full) for each in MODELS]
 )
@@ -199,6 +200,7 @@ def unstacked(own, wanted):
     return layers
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "kind",
     [

@@ -66,6 +66,7 @@ def test_layers_are_stacked_arguments_with_roles_and_ties():
     assert program.results[-1].shape == () and program.results[-1].argument is None
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("options", "dtypes"),
     [

@@ -75,6 +75,7 @@ def test_a_policy_says_where_each_value_is(remat: str, computed: int, device: li
     assert stacks(program) == {"device": sorted(device), "host": sorted(host)}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kernel", ["splash", "cudnn"])
 def test_a_saved_context_spares_the_attention_kernel(kernel: str) -> None:
     assert again(llama("full", attention=kernel)).count("custom_call") == 1

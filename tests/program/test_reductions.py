@@ -54,7 +54,7 @@ def steps(loss, **options):
     return program, (float(value.detach()), dict(module.named_parameters())), (float(found), state[0].trace)
 
 
-@pytest.mark.few(18)
+@pytest.mark.few(9)
 @pytest.mark.parametrize("options", [{"microbatches": 4}, {"gradient_groups": 2, "microbatches": 2}], ids=str)
 @pytest.mark.parametrize("name", LOSSES)
 def test_microbatches_give_the_step_of_the_whole_batch(name, options):
@@ -65,6 +65,7 @@ def test_microbatches_give_the_step_of_the_whole_batch(name, options):
     assert not any("no plain mean" in note for note in program.notes)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     ("loss", "seen"),
     [

@@ -49,6 +49,7 @@ def value_and_gradients(remat: bool = False, **how: Any) -> Any:
     return jax.jit(jax.value_and_grad(lambda *a: loss(*a, remat, **how), argnums=(0, 1, 2)))(WEIGHTS, X, TABLE)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("asked", "sums"), [((0, 1, 2), 1), ((0, 1), 0), ((0,), 0)])
 def test_rounds_sum_no_gradients_that_nobody_asks_for(asked: tuple[int, ...], sums: int) -> None:
     """Count the sums: the gradient of a table that all stages read is summed over them at every tick."""
@@ -70,6 +71,7 @@ def shape_of(graph: Any, carry: Any) -> tuple[int, ...]:
     return graph.tensors[carry.body].shape
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("stages", "microbatches", "schedule", "remat"),
     [

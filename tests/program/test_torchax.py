@@ -23,7 +23,8 @@ for line in sys.argv[2:]:
 
 
 @pytest.mark.skipif(not OTHER.exists(), reason="`make test` installs it")
-@pytest.mark.parametrize("models", [["gpt2-tiny"], pytest.param(["mixtral-tiny", "vit-tiny"], marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("models", [["gpt2-tiny"], ["mixtral-tiny", "vit-tiny"]])
 def test_plans_are_the_same_with_either_torchax(
     models: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

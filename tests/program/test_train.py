@@ -96,6 +96,7 @@ def of_even_scales(rng, *shape):
     return (left * rng.uniform(0.25, 1, left.shape[:-2] + (1, left.shape[-1])) @ right).astype(np.float32)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shape", [(8, 24), (24, 8), (16, 16)])
 def test_muon_updates_each_matrix_of_a_stack_as_torchs_does(shape):
     rng = np.random.default_rng(0)

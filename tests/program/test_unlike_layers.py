@@ -263,6 +263,7 @@ def pre_hooked(layer, number):
     layer.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize(
     ("change", "stacks"),

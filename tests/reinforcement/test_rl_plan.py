@@ -142,6 +142,7 @@ def test_phases_add_up():
             assert 1 - min(way.idle) == pytest.approx(busiest)
 
 
+@pytest.mark.full
 def test_on_policy_samples_wait_for_the_trainer():
     plan = plan_rl("hf:qwen2.5-7b", "h100:8*2", WORK)
     assert all(way.mode == "in turn" and way.staleness == 0 for way in plan.ways)
@@ -250,6 +251,7 @@ def test_zero_3_gathers_in_place_what_others_store():
     assert half.whole_bytes == pytest.approx(move.whole_bytes / 2 + ends, rel=1e-6)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("tp", "pp", "ep"), [(1, 1, 8), (2, 2, 4), (1, 4, 2), (4, 2, 1)])
 def test_weights_of_stages_and_experts_move_once(tp: int, pp: int, ep: int):
     """Count the weights of a mixture whose stages and experts are on different GPUs than the sampler."""
@@ -310,6 +312,7 @@ def test_json_has_all_ways(capsys: pytest.CaptureFixture[str]):
     assert first["tokens_per_s"] == pytest.approx(found["tokens"] / first["step_s"])
 
 
+@pytest.mark.full
 def test_the_command_for_a_trainer_on_tpus_plans_its_step(capsys: pytest.CaptureFixture[str]):
     line = "rl-plan hf:llama-tiny --topology v5e:2x4 --sequences 64 --prompt 40 --answer 40 --quiet --json"
     code, out, _ = run(line, capsys)

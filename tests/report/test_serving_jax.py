@@ -53,6 +53,7 @@ def decoding(name: str) -> Program:
     return open_source(f"hf:{name}", serve="decode", batch=SEQUENCES, seq=PLACES, cache=PLACES, dtype="float32")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "engine", "engines"),
     [

@@ -217,6 +217,7 @@ def engine_only(monkeypatch):
     monkeypatch.setattr(module, "_SMALL", -1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.heavy
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_engine_proves_what_the_exact_solve_proves(seed, engine_only):
@@ -245,6 +246,7 @@ def test_the_same_seed_and_iterations_give_the_same_answer(engine_only):
     assert (one.cost, one.lower_bound, one.status) == (two.cost, two.lower_bound, two.status)
 
 
+@pytest.mark.full
 @pytest.mark.heavy
 def test_one_thread_does_the_same_work(engine_only):
     problem = hard_problem(12, 0)

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from autoshard.cli import main
 from autoshard.cost import Topology
 from autoshard.program import KernelBlocks
 from autoshard.validation import validate_pairs
 from autoshard.validation.pair_rows import MeasuredPlan, read_groups
-from tests.command import run
 from tests.validation.measured import MODEL, group, write
 
 
@@ -122,16 +122,19 @@ def test_assumed_options_fill_gaps_alone_and_are_named(tmp_path: pathlib.Path):
     assert filled.assumed == ("seq=256 (--assume)", "global_batch=8 (--assume)")
 
 
-def test_the_command_says_what_was_assumed(tmp_path: pathlib.Path):
+def test_the_command_says_what_was_assumed(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
+    def called(*arguments: str) -> tuple[int, str, str]:
+        return main(["validate", *arguments]), *capsys.readouterr()
+
     file = write(tmp_path, group({"plan": {"fsdp": 4}, "step_time_s": 0.5}, fixed=BARE | {"seq": 256}))
-    result = run("validate", "--pairs", str(file), "--assume", "batch=4")
-    assert result.returncode == 0 and "assumed: global_batch=4 (--assume)" in result.stdout
-    figures = json.loads(run("validate", "--pairs", str(file), "--assume", "batch=4", "--json").stdout)
-    assert figures["groups"][0]["rows"][0]["assumed"] == ["global_batch=4 (--assume)"]
-    wrong = run("validate", "--pairs", str(file), "--assume", "batch")
-    assert wrong.returncode == 2 and "'batch' is not KEY=VALUE" in wrong.stderr
-    alone = run("validate", "--assume", "batch=4")
-    assert alone.returncode == 2 and "--assume is for measured pairs" in alone.stderr
+    code, out, _ = called("--pairs", str(file), "--assume", "batch=4")
+    assert code == 0 and "assumed: global_batch=4 (--assume)" in out
+    _, out, _ = called("--pairs", str(file), "--assume", "batch=4", "--json")
+    assert json.loads(out)["groups"][0]["rows"][0]["assumed"] == ["global_batch=4 (--assume)"]
+    code, _, error = called("--pairs", str(file), "--assume", "batch")
+    assert code == 2 and "'batch' is not KEY=VALUE" in error
+    code, _, error = called("--assume", "batch=4")
+    assert code == 2 and "--assume is for measured pairs" in error
 
 
 GPU = {"hardware": "H100 96GB HBM2e 2.4TB/s", "chips": 16, "topology": "NVLink nodes"}

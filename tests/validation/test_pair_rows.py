@@ -150,6 +150,7 @@ def test_a_head_on_its_width_is_gathered_and_one_on_the_vocabulary_is_not(tmp_pa
     assert 0.8e-3 < on_width.predicted_s - on_vocabulary.predicted_s < 1.8e-3
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("mesh", "more"), [({"fsdp": 4}, 0.75), ({"fsdp": 2, "tp": 2}, 0.25)])
 def test_weights_that_stay_gathered_are_gathered_once_and_stored(
     tmp_path: pathlib.Path, mesh: dict[str, int], more: float
@@ -247,24 +248,24 @@ def test_state_that_is_spread_with_whole_parameters(tmp_path: pathlib.Path):
     assert gathered[1] > gathered[0]  # new parameters: each device updates a part of them
 
 
-def test_gradients_that_are_gradient_groups_are_sent_once_and_whole(tmp_path: pathlib.Path):
+@pytest.mark.parametrize("scanned", [pytest.param(False, marks=pytest.mark.full), True])
+def test_gradients_that_are_gradient_groups_are_sent_once_and_whole(scanned: bool, tmp_path: pathlib.Path):
     often = {"plan": {"dp": 4, "gradient_accumulation": 2, "per_device_batch": 2}}
     late = {"plan": often["plan"] | {"deferred_grad_allreduce": True}}
     spread = {"plan": late["plan"] | {"zero1": True}}
-    for scanned in (False, True):
-        fixed = {"seq": 256, "scan_layers": scanned, "dtype": "f32 compute and weights"}  # sums are in f32 anyway
-        (pair_group,) = read_groups(write(tmp_path, group(often, late, spread, fixed=fixed)))
-        plans = [stated_plan(row.run)[1] for row in pair_group.rows if row.run is not None]
-        sent = [plan.prediction.wire_bytes["data"] for plan in plans]
-        if scanned:
-            # XLA leaves the sums of scanned layers inside their own loop: once for each microbatch.
-            assert sent[1] < 0.7 * sent[0]
-        else:
-            # XLA moves the sums of layers that are not scanned behind the loop over microbatches.
-            assert sent[1] == pytest.approx(sent[0], rel=0.05)
-        assert sent[2] == pytest.approx(1.5 * sent[1], rel=0.05)  # and new parameters: each device updates some of them
-        name = "layers.*.attn.q_proj.weight" if scanned else "layers.0.attn.q_proj.weight"
-        assert name in plans[0].arguments  # layers that are not scanned have their own names
+    fixed = {"seq": 256, "scan_layers": scanned, "dtype": "f32 compute and weights"}  # sums are in f32 anyway
+    (pair_group,) = read_groups(write(tmp_path, group(often, late, spread, fixed=fixed)))
+    plans = [stated_plan(row.run)[1] for row in pair_group.rows if row.run is not None]
+    sent = [plan.prediction.wire_bytes["data"] for plan in plans]
+    if scanned:
+        # XLA leaves the sums of scanned layers inside their own loop: once for each microbatch.
+        assert sent[1] < 0.7 * sent[0]
+    else:
+        # XLA moves the sums of layers that are not scanned behind the loop over microbatches.
+        assert sent[1] == pytest.approx(sent[0], rel=0.05)
+    assert sent[2] == pytest.approx(1.5 * sent[1], rel=0.05)  # and new parameters: each device updates some of them
+    name = "layers.*.attn.q_proj.weight" if scanned else "layers.0.attn.q_proj.weight"
+    assert name in plans[0].arguments  # layers that are not scanned have their own names
 
 
 EXPERTS = MODEL | {"family": "mixtral", "emb": 512, "experts": 4, "top_k": 2, "moe_mlp": 512}

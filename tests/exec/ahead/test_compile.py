@@ -457,6 +457,7 @@ def test_modules_without_a_function_are_lowered_like_functions(program):
     assert jnp.allclose(down, params["down"], rtol=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("topology", ["v5e:8x8", "v6e:8x8"])
 def test_unrolled_layers_that_recompute_gather_as_predicted(topology):
     """Compile layers in a Python loop under FSDP over a whole slice, whose gathers would become sums if not staged."""

@@ -29,6 +29,7 @@ def compiled(name: str, topology: str) -> Any:
     return compile_plan(program, make_plan(program, Options(topology=topology, mesh="data=1")).plan, 300.0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("topology", [GPU, TPU])
 @pytest.mark.parametrize(
     "name", [pytest.param("sort", marks=pytest.mark.full), "argsort", pytest.param("top_k", marks=pytest.mark.full)]

@@ -82,6 +82,7 @@ def test_a_second_run_judges_nothing_again_and_agrees(judged_by):
     assert sum("(judged before)" in line for line in lines) == asked
 
 
+@pytest.mark.full
 def test_another_program_is_judged_again(judged_by):
     judge = judged_by(lambda bill: bill.seconds(SLOW_SUMS))
     refine(programs.program("mlp"), **CPU, plans=2, rounds=1)

@@ -44,6 +44,7 @@ def attention() -> Model:
     return programs.model_of(programs.grouped_query(), "v5e:2x4", "data=4,model=2")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", [*CASES, None], ids=lambda case: case[0] if case else "attention")
 def test_the_parts_of_a_step_add_up_to_its_prediction(case: tuple[str, str, str] | None):
     model = programs.model(*case) if case else attention()

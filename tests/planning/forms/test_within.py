@@ -178,6 +178,7 @@ def test_a_form_that_gathers_has_all_devices_in_one_axis(form: str):
         assert plan.prediction.step_time_s <= given.prediction.step_time_s * (1 + NEAR)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("form", ["torchtitan", "fsdp2", "transformers"])
 @pytest.mark.parametrize("batch", [64, 4096])
 def test_a_plan_for_fsdp_and_tensor_parallelism_has_the_price_of_its_export(form: str, batch: int):

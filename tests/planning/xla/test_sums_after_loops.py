@@ -67,6 +67,7 @@ def test_only_what_a_loop_adds_to_a_value_that_it_does_not_use_leaves_it() -> No
     assert late(used) == late(scaled) == late(shared) == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.heavy
 @pytest.mark.parametrize("topology", [pytest.param("h100:8", marks=PLUGIN), "v5e:2x4"])
 def test_the_gradients_of_a_recurrence_are_summed_once_after_the_loop(topology: str) -> None:
