@@ -412,7 +412,7 @@ LONG_SIGNATURES = {
     "autoshard.program.kernels.decode_attention: _on_shards takes 9",
     "autoshard.program.kernels.dot_attention: attend takes 12",
     "autoshard.program.torch.torch_module: torch_program takes 12",
-    "autoshard.program.torch_ops.layer_lowerings: multi_head_attention takes 25",
+    "autoshard.program.torch_ops.attention_lowerings: multi_head_attention takes 25",
     "autoshard.program.torch_ops.op_lowerings: embedding_bag takes 11",
     "autoshard.solver.mip_rows: solve_mip takes 9",
     "autoshard.solver.search.engine: __init__ takes 10",

@@ -38,6 +38,19 @@ def rows_without_heads(q):
     return mixed + causal * 2 + functional.scaled_dot_product_attention(rows, q[1], q[1]) * 3
 
 
+def shares_of_attention(q):
+    x = q.permute(2, 0, 1, 3).reshape(4, 2, 15)
+    projection, output = torch.linspace(-9, 9, 675).view(45, 15).sin(), torch.eye(15)
+    given = (x, x, x, 15, 3, projection, None, None, None, False, 0.0, output, None, False)
+    hidden, mask = torch.tensor([[False] * 4, [False, False, True, True]]), torch.linspace(-1, 1, 16).view(4, 4)
+    later = torch.triu(torch.ones(4, 4, dtype=torch.bool), 1)
+    attend = functional.multi_head_attention_forward
+    results = [*attend(*given, key_padding_mask=hidden), *attend(*given, attn_mask=mask, average_attn_weights=False)]
+    results += attend(*given, attn_mask=later, is_causal=True)
+    alone = (x[:, 0], x[:, 0], x[:, 0], *given[3:])
+    return torch.cat([each.flatten() for each in (*results, *attend(*alone))])
+
+
 def maxima_with_places(x):
     values, places = functional.max_pool2d(x, 2, stride=1, padding=1, return_indices=True)
     return values * (places + 1.0)
@@ -70,7 +83,8 @@ def softmax_of_nothing(x):
 
 
 BODIES = [rows_that_see_more_keys, rows_of_fewer_heads, maxima_with_places, maxima_along_one_dim, adaptive_maxima]
-BODIES += [rows_under_masks_of_many_dims, rows_without_heads, searched, eigenvalues_of_a_triangle, softmax_of_nothing]
+BODIES += [rows_under_masks_of_many_dims, rows_without_heads, shares_of_attention, searched]
+BODIES += [eigenvalues_of_a_triangle, softmax_of_nothing]
 
 
 @pytest.mark.parametrize("body", BODIES)
