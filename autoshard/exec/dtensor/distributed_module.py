@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.utils import _pytree
 
 from autoshard.errors import UserError
 from autoshard.exec.devices.torch_names import own_name, owned_parameters
 from autoshard.exec.dtensor.dtensor_placements import placements_of
 from autoshard.exec.dtensor.split_functions import ExpertHooks, is_experts
 from autoshard.exec.dtensor.split_ops import SplitOps, gathered
-from autoshard.exec.dtensor.split_trial import PlacedGradient, moved, settle
+from autoshard.exec.dtensor.split_trial import PlacedGradient, map_outputs, moved, settle
 from autoshard.exec.dtensor.uncompiled import UncompiledForward, uncompiled
 from autoshard.planning import Plan, dims_by_axis, module_pattern
 from autoshard.program import map_inputs
@@ -259,7 +258,7 @@ class _RunHooks:
         """
         self.leave(module, args, output)
         final = gathered if self._gathers else settle
-        return _pytree.tree_map_only(DTensor, final, output)
+        return map_outputs(final, output)
 
     def _placed(self, name: str, value: Any) -> Any:
         """Return an input as a DTensor placed as planned; a value that is no tensor is returned unchanged.

@@ -1,5 +1,7 @@
 """Trial of a torch function on DTensors: its values and gradients are compared with those on one device."""
 
+import copy
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -18,6 +20,24 @@ def settle(value: Any) -> Any:
     if not isinstance(value, DTensor):
         return value
     return moved(value, [Replicate() if place.is_partial() else place for place in value.placements])
+
+
+def map_outputs(function: Callable[[Any], Any], outputs: Any) -> Any:
+    """Return a module's outputs with a function applied to each DTensor, also within dataclasses."""
+
+    def mapped(leaf: Any) -> Any:
+        """Apply the function to a DTensor, and to those in a dataclass, of which a copy is returned."""
+        if isinstance(leaf, DTensor):
+            return function(leaf)
+        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+            return leaf
+        copied = copy.copy(leaf)
+        for field in dataclasses.fields(leaf):
+            if hasattr(leaf, field.name):  # frozen dataclasses refuse a plain assignment
+                object.__setattr__(copied, field.name, map_outputs(function, getattr(leaf, field.name)))
+        return copied
+
+    return _pytree.tree_map(mapped, outputs)
 
 
 def moved(tensor: Any, places: Sequence[Any]) -> Any:
@@ -41,9 +61,15 @@ class PlacedGradient:
 
     def __call__(self, gradient: Any) -> Any:
         """Return the gradient in the hook's placements; a plain tensor is returned unchanged."""
-        if not isinstance(gradient, DTensor) or list(gradient.placements) == self._places:
+        if not isinstance(gradient, DTensor):
             return gradient
-        return gradient.redistribute(placements=self._places)
+        known = gradient._spec.tensor_meta
+        if known is not None and known.dtype != gradient.dtype:
+            # Under autocast, DTensor gives gradients of norms the dtype of the results, of which optimizers fail.
+            shard, places, mesh = gradient._local_tensor, gradient.placements, gradient.device_mesh
+            sizes = {"shape": gradient.shape, "stride": gradient.stride()}
+            gradient = DTensor.from_local(shard, mesh, places, run_check=False, **sizes)
+        return gradient if list(gradient.placements) == self._places else gradient.redistribute(placements=self._places)
 
 
 def trial(func: Callable[..., Any], run: Callable[..., Any], args: Any, kwargs: Any, changes: bool) -> str:

@@ -36,7 +36,7 @@ def split_calls(model, mesh):
         depth[0] -= 1
         if not depth[0]:
             ops.__exit__(None, None, None)
-        return _pytree.tree_map_only(DTensor, settle, output) if module is model else None
+        return map_outputs(settle, output) if module is model else None
 
     for module in model.modules():  # a checkpoint calls a module within the model again
         module.register_forward_pre_hook(enter)
