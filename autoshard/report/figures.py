@@ -10,7 +10,7 @@ from typing import Any
 from autoshard.base.units import dtype_bits, format_seconds
 from autoshard.errors import UserError
 from autoshard.planning import Plan, Prediction, chosen_options
-from autoshard.program import parse_remat
+from autoshard.program import parse_lora, parse_remat
 
 
 WHOLE_AXES = "Axes of these meshes are whole; one that --mesh names may be cut into parts, and then be faster."
@@ -145,6 +145,9 @@ def recipe_line(plan: Plan) -> str:
     rounded = f" ({plan.origin.multiplies_in} in matmuls)" if plan.origin.multiplies_in else ""
     words += [f"{options['dtype']}{rounded}"] if options.get("dtype") else []
     by_role = {role: largest_dtype(plan, role) for role in ("parameter", "frozen", "optimizer_state")}
+    base = parse_lora(str(options["lora"])).base if options.get("lora") else ""
+    if base and by_role["frozen"] == "int8":  # codes of 4 bits are stored in pairs
+        by_role["frozen"] = base
     named = {"parameter": "parameters", "frozen": "frozen parameters", "optimizer_state": "optimizer state"}
     stored = {dtype for dtype in by_role.values() if dtype}
     if len(stored) == 1:

@@ -128,7 +128,7 @@ def test_the_recipe_stands_below_the_step(plan: Plan):
         dtypes={**plan.dtypes, **{name: "int8" for name in weights if name != kept}},
     )
     assert "LoRA r=16,base=nf4" in recipe_line(stored)
-    assert "frozen parameters int8" in recipe_line(stored), "most bytes count, not the largest tensor"
+    assert "frozen parameters nf4" in recipe_line(stored), "most bytes count, not the largest tensor"
     options["source"]["options"]["batch"] = 64
     assert "default" not in recipe_line(dataclasses.replace(plan, provenance=plan.provenance | options))
     call = Call(0, "splash_mha_fwd", (), (), ())
