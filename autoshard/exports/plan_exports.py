@@ -87,7 +87,7 @@ def make_export(plan: Plan, form: str, program: Program | None = None, *, force:
     program, problem = _opened(plan, known, program)
     check_names(known, plan.program_name, program, problem)
     if program is not None and known.rest in (Rest.XLA, Rest.DTENSOR) and plan.origin.form != known.name:
-        plan = with_split_batch(plan, program)
+        plan = with_split_batch(plan, program, known.gathers)
     examples = examples_sentence(plan, known, program, force)
     if not force:
         _refuse_nothing(plan, known, program)

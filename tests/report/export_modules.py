@@ -109,6 +109,17 @@ class Graph(nn.Module):
         return F.normalize(self.head(x + nodes), dim=-1)
 
 
+class Placed(nn.Module):
+    """Places that are an input, as many as there are processes; no example has one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, given: Any) -> Any:
+        return self.down(torch.tanh(self.up(given["x"] + given["places"])))
+
+
 def squares(output: Any, targets: Any) -> Any:
     return ((output - targets) ** 2).mean()
 
@@ -140,6 +151,14 @@ CASES: dict[str, tuple[Any, Any, Any, Any, dict[str, int], dict[str, str]]] = {
     ),
     "convolved": (Convolved, numbers(4, 4, 4, 4), numbers(4, 4, 4, 4), squares, BOTH, {"a.weight": f"{OUT},None,None"}),
     "graph": (Graph, numbers(8, 16), numbers(8, 4), squares, BOTH, {"up.weight": OUT, "head.weight": OUT}),
+    "places": (
+        Placed,
+        {"x": numbers(8, 4, 16), "places": numbers(4, 16)},
+        numbers(8, 4, 16),
+        squares,
+        BOTH,
+        {"up.weight": OUT, "down.weight": IN},
+    ),
     "regroup": (Regroup, numbers(12, 8), numbers(16, 4), squares, MODEL, {"a.weight": OUT}),
 }
 """Module, input, targets, loss, mesh and pins by name; the batch is over `data` if the mesh has it."""
@@ -181,11 +200,14 @@ def run(folder: str, name: str, form: str) -> float:
         code["parallelize"](model, mesh)
         parts = mesh["fsdp"].size() if "fsdp" in code["MESH"] else 1
         own = mesh["fsdp"].get_local_rank() if parts > 1 else 0
-        inputs, targets = inputs.chunk(parts)[own], targets.chunk(parts)[own]
+        targets, rows = targets.chunk(parts)[own], len(targets)
+        named = inputs if isinstance(inputs, dict) else {"": inputs}
+        named = {key: each.chunk(parts)[own] if len(each) == rows else each for key, each in named.items()}
+        inputs = named.get("", named)
     else:
         code["distribute" if form == "dtensor" else "shard"](model, mesh)
         place = code["distribute_inputs" if form == "dtensor" else "local_inputs"]
-        (given,) = code["INPUTS"].keys() - {"targets"}
+        (given,) = {name.partition(".")[0] for name in code["INPUTS"]} - {"targets"}
         placed = place(mesh, **{given: inputs, "targets": targets})
         inputs, targets = placed[given], placed["targets"]
         parts = 2 if form == "fsdp2" else 1

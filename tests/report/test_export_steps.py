@@ -23,7 +23,7 @@ def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float | s
     folder = tmp_path_factory.mktemp("steps")
     runs = []
     for name, (make, inputs, targets, loss, mesh, pins) in CASES.items():
-        program = from_torch(make(), inputs, train=True, loss=loss, targets=targets)
+        program = from_torch(make(), (inputs,), train=True, loss=loss, targets=targets)
         if "data" in mesh:
             batch = [each for each in program.arguments if each.role == "batch"]
             pins = pins | {each.name: ",".join(["data", *["None"] * (len(each.shape) - 1)]) for each in batch}

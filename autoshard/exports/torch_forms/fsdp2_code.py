@@ -15,7 +15,7 @@ from autoshard.exports.torch_forms.parallel_styles import (
 from autoshard.exports.torch_forms.split_calls import SPLIT_CALLS, SPLIT_IMPORTS, SPLIT_SENTENCE, split_source
 from autoshard.exports.torch_forms.torch_code import plan_inputs, plan_parameters
 from autoshard.exports.torch_forms.torch_recipe import mixed_code, recipe_lacks, recompute_code
-from autoshard.planning import Plan, Rest, Spec, module_pattern
+from autoshard.planning import Plan, Rest, module_pattern
 
 
 _FSDP2 = '''
@@ -75,38 +75,46 @@ def _dims(name):
 
 
 def local_inputs(mesh, **inputs):
-    """This process's part of the inputs of a step, by name; every process gives the whole batch."""
-    found = {{}}
+    """This process's part of the inputs of a step, by name; every process gives the whole batch. An input may be a dict
+    of tensors."""
     parts, own = 1, 0
     for axis in ({group},):
         parts, own = parts * MESH[axis], own * MESH[axis] + mesh[axis].get_local_rank()
-    for name, value in inputs.items():
+
+    def part(name, value):
+        if isinstance(value, dict):
+            return {{key: part(f"{{name}}.{{key}}", each) for key, each in value.items()}}
         dim = INPUTS[name]
         if dim is not None:
             value = value.chunk(parts, dim)[own].contiguous()
-        found[name] = DTensor.from_local(value, mesh["tensor"], [Replicate()]) if "tensor" in MESH else value
-    return found
+        return DTensor.from_local(value, mesh["tensor"], [Replicate()]) if "tensor" in MESH else value
+
+    return {{name: part(name, value) for name, value in inputs.items()}}
 '''
 """Template of the exported code."""
 
 
-def _input_dim(plan: Plan, name: str, spec: Spec, data: list[str]) -> int | None:
-    """Return the dim of an input of which each process receives a part, None for none.
+def _input_dims(plan: Plan, data: list[str]) -> dict[str, int | None]:
+    """Return the dim of each input of which each process receives a part, None for none.
 
-    It is the dim that the plan splits over the batch's axes, else the first of a batch argument.
+    It is the dim that the plan splits over the batch's axes. If it splits no input, it is the first dim of all.
 
     Raises: UserError if the processes do not divide it.
     """
-    shape = plan.shapes.get(f"batch.{name}", plan.shapes.get(name, ()))
-    dim = split_by(spec, data)
-    if not plan.batch_axes or not shape or plan.roles.get(f"batch.{name}") != "batch":
-        return dim
-    dim, parts = dim or 0, math.prod(plan.mesh[axis] for axis in data)
-    if shape[dim] % parts:
-        raise FormError(
-            f"FSDP2 gives each of {parts} processes a part of {name}, whose {shape[dim]} rows do not divide."
-        )
-    return dim
+    inputs = plan_inputs(plan)
+    dims = {name: split_by(spec, data) for name, spec in inputs.items()}
+    if not plan.batch_axes or any(dim is not None for dim in dims.values()):
+        return dims
+    parts = math.prod(plan.mesh[axis] for axis in data)
+    for name in dims:
+        shape = plan.shapes.get(f"batch.{name}", plan.shapes.get(name, ()))
+        if shape and plan.roles.get(f"batch.{name}") == "batch":
+            if shape[0] % parts:
+                raise FormError(
+                    f"FSDP2 gives each of {parts} processes a part of {name}, whose {shape[0]} rows do not divide."
+                )
+            dims[name] = 0
+    return dims
 
 
 @writes("fsdp2")
@@ -147,7 +155,7 @@ def fsdp2_text(plan: Plan, sentence: str) -> str:
         elif any(axis in spec.axes for axis in tensor) and dims[1] is None:
             unlike.append(name)
         rows[module_pattern(plan, name)] = repr(dims)
-    batch = {name: _input_dim(plan, name, spec, data) for name, spec in inputs.items()}
+    batch = _input_dims(plan, data)
     some = whole if len(whole) < len(specs) else []
     # The second of two axes splits parameters, and gradients are summed over both. FSDP stores parameters whole
     # over a group of one device.

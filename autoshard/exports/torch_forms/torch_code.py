@@ -124,8 +124,14 @@ def distribute(model, mesh):
 
 
 def distribute_inputs(mesh, **inputs):
-    """The inputs of a step, by name, as DTensors that are split as planned; every process gives the whole batch."""
-    return {{name: distribute_tensor(value, mesh, INPUTS[name]) for name, value in inputs.items()}}
+    """The inputs of a step, by name, as DTensors that are split as planned; every process gives the whole batch. An
+    input may be a dict of tensors."""
+    def placed(name, value):
+        if isinstance(value, dict):
+            return {{key: placed(f"{{name}}.{{key}}", each) for key, each in value.items()}}
+        return distribute_tensor(value, mesh, INPUTS[name])
+
+    return {{name: placed(name, value) for name, value in inputs.items()}}
 '''
 """Template of the code for DTensor."""
 

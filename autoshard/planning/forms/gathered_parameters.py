@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.planning.price.analysed_program import batch_dims
+from autoshard.planning.price.analysed_program import analyse_program
 from autoshard.planning.price.evaluate import evaluate
 from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.record.spec import Spec
@@ -106,22 +106,31 @@ def _dims(model: Model, spec: Spec | None) -> dict[int, tuple[int, ...]]:
     return {dim: tuple(sorted(order.index(axis) for axis in names)) for dim, names in enumerate(dims) if names}
 
 
-def with_split_batch(plan: Plan, program: Program) -> Plan:
-    """Return the plan with batch arguments split along their batch dim by all of the plan's `batch_axes`.
+def with_split_batch(plan: Plan, program: Program, apart: bool) -> Plan:
+    """Return the plan with batch arguments split along their dim of examples by all of the plan's `batch_axes`.
 
     A plan may leave token ids whole, because every device looks all tokens up in some of the columns. A form without
     pins cannot express that: from whole ids every device would compute the whole batch. Arguments that the user
     pinned, that the axes do not divide, or whose other dims they split, stay as they are.
+
+    - `apart`: True for a form whose processes compute their own examples. No other dim of an input is split there, and
+      inputs without examples are whole.
     """
-    _, batch_dims_of, _ = batch_dims(program)
-    parts = math.prod(plan.mesh[axis] for axis in plan.batch_axes)
+    examples = analyse_program(program, "cpu").groups.examples
+    specs = [plan.arguments[a.name].of_rank(len(a.shape)) for a in program.arguments]
+    axes = plan.batch_axes or max(
+        (specs[position].dims[dim] for position, dim in examples.items()), key=len, default=()
+    )
+    parts = math.prod(plan.mesh[axis] for axis in axes)
     arguments = dict(plan.arguments)
-    for argument, dims in zip(program.arguments, batch_dims_of, strict=True):
-        is_batch = argument.role is Role.BATCH and argument.name not in plan.origin.pinned
-        if not is_batch or len(dims) != 1 or argument.shape[dims[0]] % max(parts, 1):
-            continue
-        (dim,), spec = dims, plan.arguments[argument.name].of_rank(len(argument.shape))
-        elsewhere = {axis for other, axes in enumerate(spec.dims) if other != dim for axis in axes}
-        if set(spec.dims[dim]) < set(plan.batch_axes) and elsewhere.isdisjoint(plan.batch_axes):
-            arguments[argument.name] = Spec((*spec.dims[:dim], plan.batch_axes, *spec.dims[dim + 1 :]))
+    for position, (argument, spec) in enumerate(zip(program.arguments, specs, strict=True)):
+        dim = examples.get(position)
+        divides = dim is not None and argument.shape[dim] % max(parts, 1) == 0
+        if argument.role is Role.BATCH and apart:
+            own = {dim: axes} if divides else {}
+            arguments[argument.name] = Spec(tuple(own.get(each, ()) for each in range(len(argument.shape))))
+        elif dim is not None and divides and argument.name not in plan.origin.pinned:
+            elsewhere = {axis for other, names in enumerate(spec.dims) if other != dim for axis in names}
+            if set(spec.dims[dim]) < set(axes) and elsewhere.isdisjoint(axes):
+                arguments[argument.name] = Spec((*spec.dims[:dim], axes, *spec.dims[dim + 1 :]))
     return dataclasses.replace(plan, arguments=arguments)

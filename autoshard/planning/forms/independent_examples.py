@@ -2,7 +2,7 @@
 
 from autoshard.errors import FormError, UserError
 from autoshard.planning.forms.export_forms import Form
-from autoshard.planning.price.analysed_program import batch_dims
+from autoshard.planning.price.analysed_program import analyse_program
 from autoshard.planning.record.plan_record import Plan
 from autoshard.program import Program, Reduced, Reduction, Role
 
@@ -14,17 +14,17 @@ _NORMS = (
 
 
 def examples_reduction(program: Program) -> Reduced | None:
-    """Return the `Reduced` of the examples in a step, each input cut along its batch dim, else its first dim.
+    """Return the `Reduced` of the examples in a step, each input cut along its dim of examples, if it has one.
 
     None for a program that is no torch module of the user's.
     """
     if program.reduction is None:
         return None
-    _, dims, _ = batch_dims(program)
+    examples = analyse_program(program, "cpu").groups.examples
     return program.reduction(
         {
-            argument.name.removeprefix("batch."): own[0] if len(own) == 1 else 0 if argument.shape else -1
-            for argument, own in zip(program.arguments, dims, strict=True)
+            argument.name.removeprefix("batch."): examples.get(position, -1)
+            for position, argument in enumerate(program.arguments)
             if argument.role is Role.BATCH
         }
     )

@@ -12,7 +12,8 @@ from autoshard.planning.mesh.mesh_attempt import MeshBest
 from autoshard.planning.mesh.mesh_searcher import MeshOutcome, Searcher
 from autoshard.planning.solve.weight_search import SearchResult
 from autoshard.planning.space.baselines import baselines
-from autoshard.program import Program, Role
+from autoshard.planning.space.dim_groups import Groups
+from autoshard.program import Program
 
 
 _BESIDE = 2
@@ -53,7 +54,7 @@ def _simple_meshes(
     fastest = min(simple, key=lambda each: each.outcome.step_time_s + each.tight_s, default=None)
     if fastest is not None:
         yield fastest.mesh, fastest.choices
-    topology, batch = search_on.topology, _batch_size(search_on.task.program)
+    topology, batch = search_on.topology, _batch_size(search_on.task.program, search_on.task.reading.groups)
     done = [chosen, *([] if fastest is None else [fastest.mesh])]
     for data in [n for n in range(batch, 0, -1) if batch % n == 0 and topology.num_devices % n == 0][:_BESIDE]:
         sizes = [size for size in (data, topology.num_devices // data) if size > 1]
@@ -65,9 +66,9 @@ def _simple_meshes(
             yield mesh, None
 
 
-def _batch_size(program: Program) -> int:
-    """Return the largest number that divides the first dims of all batch arguments; 0 without any."""
-    return math.gcd(*(each.shape[0] for each in program.arguments if each.role is Role.BATCH and each.shape))
+def _batch_size(program: Program, groups: Groups) -> int:
+    """Return the largest number that divides the examples of all batch arguments; 0 without any."""
+    return math.gcd(*(program.arguments[position].shape[dim] for position, dim in groups.examples.items()))
 
 
 def _wide(mesh: Mesh) -> list[int]:

@@ -226,11 +226,11 @@ def restricted(
     for position, argument in enumerate(model.program.arguments):
         tensor = model.graph.arguments[position]
         if argument.role is Role.BATCH and structure.cluster_of[tensor] >= 0 and argument.shape:
-            parts = math.prod(model.axis_sizes[a] for a in data)
-            if argument.shape[0] % parts:
+            parts, dim = math.prod(model.axis_sizes[a] for a in data), groups.examples.get(position)
+            if dim is not None and argument.shape[dim] % parts:
                 return None
-            spec: dict[int, Sequence[int]] = {0: tuple(data)} if data else {}
-            wanted[tensor] = spec | ({1: tuple(context)} if context and len(argument.shape) > 1 else {})
+            spec: dict[int, Sequence[int]] = {dim: tuple(data)} if data and dim is not None else {}
+            wanted[tensor] = spec | ({1: tuple(context)} if context and dim == 0 and len(argument.shape) > 1 else {})
     for tensor, asked in wanted.items():
         if not _allow(model, allowed, tensor, asked):
             return None
@@ -334,12 +334,12 @@ def _why_left_out(model: Model, groups: Groups, name: str, wide: Sequence[int]) 
     data, tensor = (wide[:-1], wide[-1]) if by_tensor else (wide, wide[-1])
     shards, parts = math.prod(model.axis_sizes[a] for a in data), model.axis_sizes[tensor]
     last = f"{model.axis_names[tensor]}={parts}"
-    batch = [a for a in model.program.arguments if a.role is Role.BATCH and a.shape]
-    uneven = next((a for a in batch if a.shape[0] % shards), None)
+    batch = [(model.program.arguments[position], dim) for position, dim in groups.examples.items()]
+    uneven, rows = next(((a, a.shape[dim]) for a, dim in batch if a.shape[dim] % shards), (None, 0))
     if by_tensor and not tensor_parallel_groups(model, groups, parts):
         return f"no heads, ffn or vocabulary divide by the mesh ({last})"
     if uneven is not None:
-        return f"the batch of {uneven.shape[0]} ({uneven.name}) does not divide by {shards} devices"
+        return f"the batch of {rows} ({uneven.name}) does not divide by {shards} devices"
     if data and (looped := _looped_batch(model)):
         return f"the first dim of {looped}, the batch, cannot be split: a loop runs through it, say"
     if name == "fsdp" and not any(spread_over(model, p, wide, {}) for p in split_parameters(model)):

@@ -3,7 +3,8 @@
 import dataclasses
 import itertools
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 
 from autoshard.graph import ROTATE, FactorKind, Op, OpGraph, Structure
 from autoshard.planning.xla.axis_assignments import WHOLE, States, relabel
@@ -46,13 +47,15 @@ class Groups:
     parameters: dict[int, tuple[int, ...]]
     """Argument positions of the parameters with a dim of the group."""
     batch: int | None
-    """Group of the first dim of the first batch argument with such a group; None without one."""
+    """Group of the first dim of batch arguments (`_batch`); None without one."""
     sequence: int | None
     """Group of the second dim of a batch argument, if no parameter has it; None without one."""
     hidden: int | None
     """Group that most parameters share (that of the residual stream), None without one."""
     space: tuple[int, ...] = ()
     """Groups of the batch's dims along which windows slide (height, width), in their order."""
+    examples: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """Position of each batch argument with examples -> the dim that counts them."""
 
 
 class _Ties:
@@ -157,7 +160,7 @@ def _describe(
     weight: dict[int, int] = {}
     matrices: dict[int, int] = {}
     matrix_bytes = 0
-    data: list[list[int | None]] = []
+    inputs: dict[int, list[int | None]] = {}
     for position, (argument, tensor) in enumerate(zip(program.arguments, graph.arguments, strict=True)):
         groups = tensor_groups(structure, of_factor, tensor)
         if argument.role in WEIGHTS:
@@ -171,9 +174,10 @@ def _describe(
                 for group in set(real):
                     weight[group] = weight.get(group, 0) + graph.tensors[tensor].bytes
                     matrices[group] = matrices.get(group, 0) + 1
-        elif argument.role is Role.BATCH and groups and groups[0] is not None:
-            data.append(groups)
-    batch = data[0][0] if data else None
+        elif argument.role is Role.BATCH and groups:
+            inputs[position] = groups
+    data = [groups for groups in inputs.values() if groups[0] is not None]
+    batch = _batch(data, holders)
     sequence = next((g[1] for g in data if len(g) > 1 and g[1] is not None and g[1] not in holders), None)
     # The inner dim of an MLP is shared by two matrices. A residual stream is shared by more, or is a dim of the data.
     shifted, stages = _shifted(graph, structure, of_factor)
@@ -200,7 +204,50 @@ def _describe(
             of = [program.arguments[p].name for p in holders.get(group, [])]
             names[group] = _hint(of, group in stacked, group in counting, group in channels)
     own = tuple(dict.fromkeys(g for groups in data for g in groups if g is not None and g in space and g in sizes))
-    return Groups(of_factor, sizes, names, {g: tuple(p) for g, p in holders.items()}, batch, sequence, hidden, own)
+    shapes = {position: program.arguments[position].shape for position in inputs}
+    examples = _examples(inputs, shapes, batch, holders)
+    return Groups(
+        of_factor, sizes, names, {g: tuple(p) for g, p in holders.items()}, batch, sequence, hidden, own, examples
+    )
+
+
+def _batch(data: Sequence[Sequence[int | None]], held: Collection[int]) -> int | None:
+    """Return the group of examples: the first dim of batch arguments; None if `data` is empty.
+
+    - `data`: groups of the dims of each batch argument whose first dim has one.
+    - `held`: groups of dims of parameters.
+
+    An input such as a table of positions or a bias for each head has no examples. Its first dim is an inner dim of
+    another input, or a dim of parameters. Among other first dims, that of most inputs is chosen.
+    """
+    firsts = Counter(groups[0] for groups in data)
+    inner = {group for groups in data for group in groups[1:]}
+    return min(firsts, key=lambda group: (group in inner, group in held, -firsts[group]), default=None)
+
+
+def _examples(
+    inputs: Mapping[int, Sequence[int | None]],
+    shapes: Mapping[int, tuple[int, ...]],
+    batch: int | None,
+    held: Collection[int],
+) -> dict[int, int]:
+    """Return the dim of examples of each batch argument with examples, by position.
+
+    - `inputs`, `shapes`: groups of the dims of each batch argument, and its shape.
+    - `batch`: group of examples.
+    - `held`: groups of dims of parameters.
+
+    Ops may not tie the examples of two inputs, and a graph has edges as well as nodes. So the first dim counts examples
+    in other inputs too, unless it is an inner dim of another input or a dim of parameters.
+    """
+    elsewhere = {group for groups in inputs.values() for group in groups[1:] if group is not None} | set(held)
+    found: dict[int, int] = {}
+    for position, groups in inputs.items():
+        if batch is not None and batch in groups:
+            found[position] = groups.index(batch)
+        elif shapes[position][0] > 1 and groups[0] not in elsewhere:
+            found[position] = 0
+    return found
 
 
 def _space(graph: OpGraph, structure: Structure, of_factor: dict[tuple[int, int], int]) -> dict[int, str]:

@@ -14,7 +14,7 @@ from autoshard.errors import FormError
 from autoshard.exports import export_plan
 from autoshard.planning import form_named
 from autoshard.planning.forms.independent_examples import check_planned, examples_reduction
-from autoshard.planning.price.analysed_program import planned_part
+from autoshard.planning.price.analysed_program import analyse_program, planned_part
 from autoshard.program import Reduction, from_torch
 
 
@@ -227,3 +227,36 @@ def test_dtensor_splits_attention_of_a_gpus_kernel_as_torch_does() -> None:
     assert ours.prediction.compute_s == pytest.approx(theirs.prediction.compute_s, rel=0.1)
     assert not any("cudnn_attention" in line and "same work" in line for line in ours.warnings)
     assert any("cudnn_attention" in op.kind for op in ours.ops)
+
+
+class Placed(nn.Module):
+    """A layer of examples and of something that all of them share: places, or a bias of each head."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+
+    def forward(self, x, a):
+        if a.ndim == 2:
+            return self.up(x + a)
+        q = self.up(x).view(*x.shape[:2], 4, 4).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=a).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("shared", [(4, 16), (8, 16), (4, 8, 8)])
+@pytest.mark.parametrize("form", ["fsdp2", None])
+def test_inputs_without_examples_are_whole_in_every_process(shared: tuple[int, ...], form: str | None):
+    """Accept inputs whose first dim counts places or heads, as many as there are processes or examples."""
+    length = shared[-2] if len(shared) == 2 else shared[-1]
+    x = torch.randn(8, length, 16)
+    loss = lambda out, targets: (out - targets).square().mean()  # noqa: E731
+    program = from_torch(Placed(), (x, torch.randn(*shared)), train=True, loss=loss, targets=x)
+    groups = analyse_program(program, "cpu").groups
+    named = {program.arguments[position].name: dim for position, dim in groups.examples.items()}
+    assert named == {"batch.x": 0, "batch.targets": 0}
+    reduction = examples_reduction(program)
+    assert reduction is not None and reduction.kind is Reduction.MEAN and not reduction.why
+    plan = autoshard.plan(program, topology="cpu:4", mesh={"data": 4}, form=form, pins={"batch.x": "data,None,None"})
+    code: dict[str, object] = {}
+    exec(export_plan(plan, "fsdp2", program, force=True), code)
+    assert code["INPUTS"] == {"a": None, "x": 0, "targets": 0}
