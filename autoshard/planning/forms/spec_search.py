@@ -202,7 +202,14 @@ class SpecSearch:
         return gathered_specs(self.form, given, self.shapes, self.roles, self.model.mesh.axes, names)
 
     def gathering(self, specs: Mapping[str, Spec | None], axes: tuple[int, ...]) -> Candidate | None:
-        """Return the candidate in which some axes, by number, split the batch and parameters with given specs."""
+        """Return the candidate in which some axes, by number, split the batch and parameters with given specs.
+
+        None if another axis splits no parameter: the form would repeat all work along it.
+        """
+        used = {self.model.axis_names[axis] for axis in axes}
+        used |= {axis for name, spec in specs.items() if spec and self.roles[name] == "parameter" for axis in spec.axes}
+        if any(size > 1 and axis not in used for axis, size in self.model.mesh.axes.items()):
+            return None
         return gathered_candidate(self.form.name, self.model, self.groups, specs, self.limits, self.required, axes)
 
     def ahead(self, starts: Iterable[Mapping[str, Spec]]) -> list[dict[str, Spec]]:

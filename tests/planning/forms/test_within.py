@@ -472,3 +472,23 @@ def test_a_form_in_which_nothing_fits_names_the_way_to_state_the_plan():
     assert "the constraint of a value" in str(refused.value)
     with pytest.raises(FormError, match=r"constrain such a value in the step, as in `x = jax\.lax\.with_sharding"):
         export_plan(free, "jax", program)
+
+
+class Patches(torch.nn.Module):
+    """A layer on patches of images, so small that devices which repeat its work take least time."""
+
+    def __init__(self):
+        super().__init__()
+        self.cut, self.head = torch.nn.Conv2d(3, 32, 4, 4), torch.nn.Linear(32, 4)
+        self.inner = torch.nn.Sequential(torch.nn.LayerNorm(32), torch.nn.Linear(32, 32), torch.nn.GELU())
+
+    def forward(self, x):
+        hidden = self.cut(x).flatten(2).transpose(1, 2)
+        return self.head((hidden + self.inner(hidden)).mean(1))
+
+
+def test_no_axis_of_a_form_that_gathers_repeats_all_work():
+    program = from_torch(Patches(), (torch.randn(8, 3, 16, 16),), train=True, loss=lambda out: out.square().mean())
+    plan = autoshard.plan(program, topology="cpu:4", mesh={"data": 2, "model": 2}, form="fsdp2")
+    assert not any("nothing over" in line for line in plan.words)
+    assert "MESH = {" in export_plan(plan, "fsdp2", program)
