@@ -15,7 +15,7 @@ from autoshard.exec.dtensor.dtensor_placements import placements_of
 from autoshard.exec.dtensor.split_functions import ExpertHooks, is_experts
 from autoshard.exec.dtensor.split_ops import SplitOps, gathered
 from autoshard.exec.dtensor.split_trial import PlacedGradient, map_outputs, moved, settle
-from autoshard.exec.dtensor.uncompiled import UncompiledForward, uncompiled
+from autoshard.exec.dtensor.uncompiled import UncompiledForward
 from autoshard.planning import Plan, dims_by_axis, module_pattern
 from autoshard.program import map_inputs
 
@@ -134,7 +134,7 @@ class _UseHooks:
         self._ops = ops
         self._calls: list[list[tuple[str, _PlacedUse]]] = []
 
-    @uncompiled
+    @torch.compiler.disable
     def before(self, module: Any, args: tuple[Any, ...]) -> Any:
         """Place the parameters and the first input for the first planned use with the input's shape; return the new
         arguments.
@@ -164,7 +164,7 @@ class _UseHooks:
             return None
         return (self._ops.memory.placed(first, moved(first, places)), *args[1:])
 
-    @uncompiled
+    @torch.compiler.disable
     def after(self, module: Any, args: Any, output: Any) -> Any:
         """Restore the parameters, also after a failed call, and return the output as planned.
 
@@ -216,7 +216,7 @@ class _RunHooks:
         """
         return tuple(f"{name} runs whole on every device: {said}." for name, said in self.ops.whole.items())
 
-    @uncompiled
+    @torch.compiler.disable
     def enter(self, module: Any, args: Any, kwargs: Any) -> None:
         """Start splitting torch functions when the outermost running module is called; the arguments stay as they
         are.
@@ -226,13 +226,13 @@ class _RunHooks:
             stack.enter_context(self.ops)
         self._open.append(stack)
 
-    @uncompiled
+    @torch.compiler.disable
     def leave(self, module: Any, args: Any, output: Any) -> None:
         """Stop splitting torch functions when the outermost running module returns; the output stays as it is."""
         if self._open:
             self._open.pop().close()
 
-    @uncompiled
+    @torch.compiler.disable
     def enter_root(self, module: Any, args: Any, kwargs: Any) -> Any:
         """Start splitting, and return the positional and keyword arguments of the distributed module as placed
         DTensors.
@@ -249,7 +249,7 @@ class _RunHooks:
             self.leave(module, args, None)
             raise
 
-    @uncompiled
+    @torch.compiler.disable
     def leave_root(self, module: Any, args: Any, output: Any) -> Any:
         """Stop splitting and return the outputs: whole plain tensors if asked to gather, else DTensors without open
         sums.

@@ -8,7 +8,6 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from autoshard.exec.dtensor.split_trial import settle
-from autoshard.exec.dtensor.uncompiled import uncompiled
 
 
 def attend(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str, Any]) -> Any:
@@ -239,7 +238,7 @@ class ExpertHooks:
         """Parameter -> its placements in the plan's ops, where the plan has them."""
         self._calls: list[tuple[Any, ...] | None] = []
 
-    @uncompiled
+    @torch.compiler.disable
     def before(self, module: Any, args: tuple[Any, ...]) -> Any:
         """Replace inputs and parameters by this device's parts, and send tokens of other devices' experts nowhere.
 
@@ -276,7 +275,7 @@ class ExpertHooks:
         self._calls.append((list(parameters), len(next(iter(parameters.values()))), summed, hidden.placements))
         return own_hidden, own_index, own_weights
 
-    @uncompiled
+    @torch.compiler.disable
     def after(self, module: Any, args: Any, output: Any) -> Any:
         """Restore the parameters, and return the output as a DTensor that is a partial sum over axes of experts.
 

@@ -25,13 +25,13 @@ def split_calls(model, mesh):
     """Run torch functions on DTensors with `SplitOps` of this file, while a module of the model runs."""
     ops, depth = SplitOps(mesh), [0]
 
-    @uncompiled
+    @torch.compiler.disable
     def enter(module, args):
         if not depth[0]:
             ops.__enter__()
         depth[0] += 1
 
-    @uncompiled
+    @torch.compiler.disable
     def leave(module, args, output):
         depth[0] -= 1
         if not depth[0]:

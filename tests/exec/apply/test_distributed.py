@@ -123,8 +123,11 @@ for name, twin in made.items():
     pairs = list(zip(twin.parameters(), plain.parameters()))
     found[name] = max(float((p.grad.full_tensor() - q.grad).abs().max()) / top for p, q in pairs)
     found[name + " as placed"] = all(p.grad.placements == p.placements for p, _ in pairs)
-short = inputs[:5]
+short, compiled = inputs[:5], made["compiled"].eval()
 with torch.no_grad():
+    copied = made["copied"].eval()
+    halves = [compiled(inputs[:rows])["out"] - copied(inputs[:rows])["out"] for rows in (8, 4, 2)]
+    found["compiled halves"] = max(float(each.abs().max()) for each in halves)
     found["short"] = float((plain(short)["out"] - model(short)["out"]).abs().max())
 print(json.dumps(found))
 torch.distributed.destroy_process_group()
@@ -164,6 +167,7 @@ def test_what_dtensor_cannot_run_is_run_whole(tmp_path: Path) -> None:
         assert "has DTensors already" in found["twice"]
         for twin in ("copied", "pickled", "saved", "compiled"):
             assert found[twin] < 1e-5 and found[f"{twin} as placed"]
+        assert found["compiled halves"] == 0.0
         said = " ".join(found["notes"])
         assert "torch.Tensor.__setitem__" in said and "torch.topk" not in said
         assert all(note.endswith(".") and "runs whole on every device: " in note for note in found["notes"])
