@@ -86,7 +86,13 @@ def examples_sentence(plan: Plan, form: Form, program: Program | None, force: bo
 
 
 def _meeting(form: Form, reduction: Reduced | None) -> str:
-    """Return a clause on the operation where examples meet; empty if they meet nowhere."""
+    """Return a clause on the operation where examples meet, or on outputs that FSDP does not see; empty without any."""
+    if reduction is not None and reduction.closed:
+        return (
+            f"the {form.name} form finds no tensors in the `{reduction.closed}` that the module returns, and would sum "
+            "no gradients (it finds those of a dict, and of a class that "
+            f"`torch.utils._pytree.register_dataclass({reduction.closed})` opens)"
+        )
     if reduction is None or reduction.kind is not Reduction.OTHER:
         return ""
     place = f", at {reduction.line}" if reduction.line else ""

@@ -93,6 +93,8 @@ class Reduced:
     """The number of the dividing operation in the loss's trace, for a quotient; -1 otherwise."""
     norms: bool = False
     """True if batch norms use statistics of the batch, apart from which the reduction is stated."""
+    closed: str = ""
+    """Type of the module's output that torch's pytrees do not open; hooks of FSDP find no tensors in it."""
 
     @classmethod
     def unread(cls) -> "Reduced":

@@ -259,6 +259,20 @@ def first_tensor(out: Any) -> Any:
     return named_tensors(out)[0][1]
 
 
+def closed_types(out: Any) -> list[str]:
+    """Return the names of types in a module's output that have tensors, and that torch's pytrees do not open."""
+    import torch
+    from torch.utils import _pytree
+
+    def tensors(leaf: Any) -> bool:
+        """Return True if an attribute of an object is a tensor."""
+        names = [*getattr(leaf, "__dict__", ()), *getattr(leaf, "__dataclass_fields__", ())]
+        return any(isinstance(getattr(leaf, name, None), torch.Tensor) for name in names)
+
+    leaves = [leaf for leaf in _pytree.tree_leaves(out) if not isinstance(leaf, torch.Tensor | type)]
+    return [type(leaf).__name__ for leaf in leaves if tensors(leaf)]
+
+
 def named_tensors(out: Any) -> list[tuple[str, Any]]:
     """Return the tensors of a result in torch or JAX with their paths, such as `hidden_states.0`.
 

@@ -17,7 +17,7 @@ from autoshard.program.jax.layer_stack import in_stages
 from autoshard.program.jax.trace import trace
 from autoshard.program.moe.experts import check_experts
 from autoshard.program.program_record import Program, Role
-from autoshard.program.torch.eager_twin import EagerCall, EagerTwin, first_tensor, host_tensor
+from autoshard.program.torch.eager_twin import EagerCall, EagerTwin, closed_types, first_tensor, host_tensor
 from autoshard.program.torch.low_rank import check_lora, with_adapters
 from autoshard.program.torch.module_mode import ModuleMode
 from autoshard.program.torch.module_patches import lowered_environment
@@ -163,6 +163,8 @@ def from_torch(
         args, keywords, _ = rebuild(cast(data))
         return function(params, args, keywords, buffers[0] if buffers else None)
 
+    closed: list[str] = []
+
     def loss_of(params: Any, data: Any, *buffers: Any) -> Any:
         """Return the loss of one batch; without a user's loss, the fp32 mean of squares of the first output."""
         import jax.numpy as jnp
@@ -172,9 +174,13 @@ def from_torch(
             return jnp.mean(jnp.square(first.astype(jnp.float32)))
         args, keywords, wanted = rebuild(cast(data))
         extra = () if targets is None else (lowered_environment().j2t_iso(wanted),)
-        return function.apply(
-            params, args, keywords, buffers[0] if buffers else None, lambda out, of=loss: of(out, *extra)
-        )
+
+        def judged(out: Any, of: Callable[..., Any] = loss) -> Any:
+            """Return the user's loss of an output, whose closed types are noted."""
+            closed[:] = closed_types(out)
+            return of(out, *extra)
+
+        return function.apply(params, args, keywords, buffers[0] if buffers else None, judged)
 
     def eager_call(module: Any, data: Mapping[str, Any]) -> Any:
         """Call the module in eager torch on host arrays, and return its result, or in training its loss as in
@@ -220,7 +226,7 @@ def from_torch(
         args = function.params, batch, *((function.buffers,) if function.buffers else ())
         with without_batch_statistics() as norms, function.attends_in("plain"):
             found = doubled_reduction(traced, args, 1, {key: dims.get(key, -1) for key in batch})
-        return dataclasses.replace(found, norms=bool(norms))
+        return dataclasses.replace(found, norms=bool(norms), closed=closed[0] if closed else "")
 
     return dataclasses.replace(program, reduction=reduction)
 

@@ -1,5 +1,6 @@
 """Forms that gather parameters run each process's own examples, so steps whose examples meet are refused there."""
 
+import dataclasses
 import pickle
 from pathlib import Path
 
@@ -260,3 +261,32 @@ def test_inputs_without_examples_are_whole_in_every_process(shared: tuple[int, .
     code: dict[str, object] = {}
     exec(export_plan(plan, "fsdp2", program, force=True), code)
     assert code["INPUTS"] == {"a": None, "x": 0, "targets": 0}
+
+
+@dataclasses.dataclass
+class Output:
+    """Output of a module."""
+
+    scores: torch.Tensor
+
+
+class Closed(nn.Module):
+    """A layer whose result is in a dataclass."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return Output(self.up(x))
+
+
+def test_an_output_in_which_fsdp_finds_no_tensors_is_refused_until_torch_opens_it():
+    program = from_torch(Closed(), (torch.randn(8, 16),), train=True, loss=lambda out: out.scores.square().mean())
+    with pytest.raises(UserError, match=r"fsdp2 form finds no tensors in the `Output` .*register_dataclass\(Output\)"):
+        autoshard.plan(program, topology="cpu:4", mesh={"data": 4}, form="fsdp2")
+    plan = autoshard.plan(program, topology="cpu:4", mesh={"data": 4}, pins={"batch.x": "data,None"})
+    with pytest.raises(FormError, match="finds no tensors in the `Output`"):
+        export_plan(plan, "fsdp2", program)
+    torch.utils._pytree.register_dataclass(Output)
+    assert autoshard.plan(program, topology="cpu:4", mesh={"data": 4}, form="fsdp2").origin.form == "fsdp2"
