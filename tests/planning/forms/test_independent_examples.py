@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils import _pytree
 
 import autoshard
 from autoshard import UserError
@@ -288,5 +289,5 @@ def test_an_output_in_which_fsdp_finds_no_tensors_is_refused_until_torch_opens_i
     plan = autoshard.plan(program, topology="cpu:4", mesh={"data": 4}, pins={"batch.x": "data,None"})
     with pytest.raises(FormError, match="finds no tensors in the `Output`"):
         export_plan(plan, "fsdp2", program)
-    torch.utils._pytree.register_dataclass(Output)
+    _pytree.register_dataclass(Output)
     assert autoshard.plan(program, topology="cpu:4", mesh={"data": 4}, form="fsdp2").origin.form == "fsdp2"
