@@ -8,6 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard.graph import FusionRules, Liveness, OpGraph, analyse, defer_filter_gradients
+from autoshard.graph.memory.gpu_recomputation import GpuRecomputation
+from autoshard.planning.price.analysed_program import analyse_program
+from autoshard.program import trace
 from tests.graph.programs import graph_of
 
 
@@ -109,3 +112,27 @@ def test_zeros_for_gradients_that_go_on_are_written_before_the_backward_pass() -
     assert graph.tensors[rows.results[0]].shape == (512, 1024)
     assert live[resized.results[0]][0] == loss < resized.id
     assert live[rows.results[0]][0] == rows.id
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_random_keys_of_many_layers_are_followed_in_few_steps(typed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each round of the generator joins two values that two ops read, so the paths through one key are thousands.
+    def loss(layers: list[Any], x: Any, seed: Any) -> Any:
+        key = jax.random.key(seed) if typed else jax.random.wrap_key_data(seed)
+        for weight in layers:
+            key, own = jax.random.split(key)
+            x = jnp.where(jax.random.bernoulli(own, 0.9, x.shape), x @ weight, 0)
+        return jnp.sum(x**2)
+
+    calls, follow = [0], GpuRecomputation._kernels
+
+    def counted(*args: Any) -> Any:
+        calls[0] += 1
+        assert calls[0] < 10_000
+        return follow(*args)
+
+    monkeypatch.setattr(GpuRecomputation, "_kernels", counted)
+    seed = jax.ShapeDtypeStruct(() if typed else (2,), "int32" if typed else "uint32")
+    layers = [jax.ShapeDtypeStruct((64, 64), "float32") for _ in range(3)]
+    x = jax.ShapeDtypeStruct((256, 64), "float32")
+    analyse_program(trace(jax.grad(loss), (layers, x, seed)), "gpu")
