@@ -62,6 +62,7 @@ def solve(
     stop: threading.Event | None = None,
     clock: Clock = time.monotonic,
     enough: float = math.inf,
+    nearest: bool = True,
 ) -> Solution:
     """Choose one alternative for each node at the least total cost, within the memory limit at every time.
 
@@ -80,6 +81,8 @@ def solve(
       receives the clock, so it must be a module-level function.
     - `enough`: lower bound at which the search ends, since choices of this cost are of no use. The result may then have
       no choices ([0]).
+    - `nearest`: False to return no choices ([0]) for a problem that is proven infeasible, in place of those with the
+      least excess of memory, which take as long again.
 
     Raises `UserError` for a malformed problem, a time limit that is not positive, or fewer than one thread. Raises
     `OutOfRangeError` if cost sums cannot be distinguished from forbidden ones, or if sums exceed 64 bits.
@@ -89,7 +92,8 @@ def solve(
     if threads < 1:
         raise UserError(f"{threads} threads were asked for; at least 1 is needed")
     validate(problem)
-    return _Solve(problem, time_limit, clock, seed, threads, iterations, progress, stop, enough).run(hint)
+    state = _Solve(problem, time_limit, clock, seed, threads, iterations, progress, stop, enough, nearest)
+    return state.run(hint)
 
 
 class _Solve:
@@ -106,6 +110,7 @@ class _Solve:
         progress: Callable[[Progress], None] | None,
         stop: threading.Event | None,
         enough: float = math.inf,
+        wants_nearest: bool = True,
     ):
         self.problem = problem
         self.began = time.monotonic()
@@ -117,7 +122,7 @@ class _Solve:
         self.iterations = iterations
         self.progress = progress
         self.stop_requested = (lambda: False) if stop is None else stop.is_set
-        self.enough = enough
+        self.enough, self.wants_nearest = enough, wants_nearest
         self.best: Ints | None = None
         """Best feasible choices so far, the incumbent."""
         self.cost: int | None = None
@@ -313,6 +318,9 @@ class _Solve:
             )
         if self.nearest is not None:
             return self.without(self.nearest, proven)
+        if proven and not self.wants_nearest:
+            self.stats["solve_s"] = time.monotonic() - self.began
+            return Solution(np.zeros(0, dtype=np.int64), FORBIDDEN, FORBIDDEN, Status.INFEASIBLE, self.stats)
         choices = np.zeros(self.problem.num_nodes, dtype=np.int64)
         allowed = _without_costs(self.problem, None)
         limit = self.problem.usage_limit

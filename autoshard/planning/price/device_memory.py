@@ -312,25 +312,31 @@ def reserve(
         key=lambda each: (each.size, each.start),
     )
     if apart:
-        others = [each for each in buffers if each not in homes and each.size and each.start < each.stop]
+        known = set(homes)
+        others = [each for each in buffers if each not in known and each.size and each.start < each.stop]
         return [*others, *(home._replace(start=0) for home in homes)]
-    sizes = [home.size for home in homes]
-    least = NEGLIGIBLE_SHARE * sum(sizes)
+    places = [(home.size, home.start) for home in homes]
+    least = NEGLIGIBLE_SHARE * sum(home.size for home in homes)
     tenants: list[list[LiveBuffer]] = [[] for _ in homes]
     placed: list[LiveBuffer] = []
     for each in sorted(buffers, key=lambda each: (-each.size, each.start, each.stop)):
         # Best fit: the smallest result that has room for the buffer, largest buffers first.
-        for number in range(bisect.bisect_left(sizes, each.size), len(homes)):
-            if not 0 < each.start < each.stop <= end or each.size <= least:
-                break
+        number = len(homes)
+        if 0 < each.start < each.stop <= end and each.size > least:
+            number = bisect.bisect_left(places, (each.size, each.stop - 1))
+        while number < len(homes):
             home = homes[number]
+            if home.start < each.stop - 1:
+                number = bisect.bisect_left(places, (home.size, each.stop - 1), number)
+                continue
             over = each.size == home.size and graph.ops[home.start].op_class is OpClass.POINTWISE
-            done = each._replace(stop=min(each.stop, home.start))
-            free = (each.stop <= other.start or other.stop <= each.start for other in tenants[number])
-            if each.stop <= home.start + over and done.start < done.stop and all(free):
-                tenants[number].append(done)
-                each = done
+            stop = min(each.stop, home.start)
+            fits = each.stop <= home.start + over and each.start < stop
+            if fits and all(each.stop <= other.start or other.stop <= each.start for other in tenants[number]):
+                each = each._replace(stop=stop)
+                tenants[number].append(each)
                 break
+            number += 1
         placed.append(each)
     for home, inside in zip(homes, tenants, strict=True):
         at = 0

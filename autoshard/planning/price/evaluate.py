@@ -165,13 +165,14 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
     totals: dict[tuple[str, tuple[str, ...], bool, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0, 0.0])
     lines: dict[tuple[str, tuple[str, ...], bool, str], str] = {}
     link_of, named = link_names(model.mesh), cluster_names(model)
+    lanes_of = functools.cache(functools.partial(lanes, model.collectives, link_of))  # repeated layers ask the same
     for reshard in model.reshards:
         timing = reshard_time(model, reshard, choices)
         if relayout_s := _relayout_seconds(model, reshard, choices, timing):
             channels[reshard.block, "compute"] += relayout_s
         overlap = reshard_overlap(model, reshard, choices) if timing.steps else Overlap.NONE
         for kind, axes, size, seconds in timing.steps:
-            where = lanes(model.collectives, link_of, overlap, kind, axes, size, reshard.block)
+            where = lanes_of(overlap, kind, axes, size, reshard.block)
             for channel, share in where.items():
                 channels[channel] += seconds * share * reshard.trips
             exposed = where.get(EXPOSED, 0.0)
@@ -204,11 +205,12 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
             Collective(kind, axes, math.ceil(count), int(round(wire)), seconds, hidden, cause, lines[key], exposed)
         )
     collectives.sort(key=lambda c: (-c.seconds, c.kind, c.axes, c.cause))
-    peak, when, memory = _memory(model, live_buffers(model, choices))
+    buffers = solved_buffers(model, choices)
+    peak, when, memory = _memory(model, live_buffers(model, choices, buffers))
     solved = peak
     traits = model.mesh.topology.traits
     if traits.separate_collective_buffers or model.liveness.reserved or traits.tiled:
-        solved, _, _ = _memory(model, solved_buffers(model, choices))
+        solved, _, _ = _memory(model, buffers)
     return Outcome(dict(channels), tuple(collectives), peak, when, memory, host_bytes(model, choices), solved)
 
 
@@ -270,9 +272,14 @@ def _events(buffers: Sequence[LiveBuffer]) -> list[tuple[int, int, str]]:
     return sorted(both, key=lambda event: event[:2])
 
 
-def live_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
-    """Return every buffer in a device's main memory; on TPUs one more has the holes of the heap at the peak."""
-    buffers = _buffers(model, choices)
+def live_buffers(
+    model: Model, choices: NDArray[np.int64], solved: Sequence[LiveBuffer] | None = None
+) -> list[LiveBuffer]:
+    """Return every buffer in a device's main memory; on TPUs one more has the holes of the heap at the peak.
+
+    - `solved`: result of `solved_buffers`; default: it is computed.
+    """
+    buffers = _buffers(model, choices, solved_buffers(model, choices) if solved is None else solved)
     if model.mesh.topology.traits.tiled:
         peak, when, _ = _memory(model, buffers)
         about = buffers, len(model.graph.ops), peak
@@ -282,8 +289,10 @@ def live_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
     return buffers
 
 
-def _buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
+def _buffers(model: Model, choices: NDArray[np.int64], solved: Sequence[LiveBuffer]) -> list[LiveBuffer]:
     """Return every buffer in a device's main memory, with results allocated from the start where the backend does so.
+
+    `solved` is the result of `solved_buffers`.
 
     Buffers of collectives are included; on TPUs these are the tables that gathers read and gradients before their sum.
     """
@@ -292,7 +301,7 @@ def _buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
     # The solver has these results as shards.
     buffers = [
         each._replace(size=gathered.get(each.tensor, each.size)) if each.stop > len(model.graph.ops) else each
-        for each in solved_buffers(model, choices)
+        for each in solved
     ]
     # Kernels that gathers are fused with write several values.
     if model.mesh.topology.chip.fused_gathers != "by default":

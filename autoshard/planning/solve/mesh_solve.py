@@ -143,6 +143,9 @@ class Terms:
     enough: float = math.inf
     """Picoseconds from which on choices are useless; a bound of this value ends the solve, possibly without choices."""
 
+    nearest: bool = True
+    """False to return no choices where none fit, in place of those with the least excess of memory."""
+
     def left(self, began: float) -> "Terms":
         """Return the terms with the rest of the time limit; at least 1 s.
 
@@ -236,6 +239,7 @@ def _solve_pruned(model: Decisions, weights: Weights, enforced: int | None, term
             stop=terms.stop,
             clock=processor_seconds,
             enough=terms.enough,
+            nearest=terms.nearest,
         )
     except OutOfRangeError:
         raise OutOfRangeError(TOO_LONG) from None

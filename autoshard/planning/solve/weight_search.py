@@ -397,7 +397,7 @@ class Completing:
 
         Without repeats, or if these cannot share the baseline's masks, the whole model is solved.
         """
-        terms = Terms(limit, time_limit, self.seed, None, baseline.allowed, self.messages, free_first=False)
+        terms = Terms(limit, time_limit, self.seed, None, baseline.allowed, self.messages, False, nearest=False)
         solved = None if self.repeats is None else solve_tied(self.repeats, self.weights, terms)
         if solved is None:
             alone = terms if self.repeats is None else dataclasses.replace(terms, messages=None)
