@@ -116,7 +116,7 @@ class _ModuleReader(GraphBuilder):
         takes, gives = [self.tensors[t] for t in operands], [self.tensors[t] for t in results]
         opaque = read_opaque(op, takes, gives, name) if kind == "custom_call" else None
         attributes = op.attributes
-        rule = sharding_rule(op)
+        rule = sharding_rule(op, self.rules)
         if rule is not None and kind == "dynamic_update_slice":
             rule = updating_rule(rule)
         if rule is not None and kind == "reduce" and not mlir.is_combined_by_collectives(op):

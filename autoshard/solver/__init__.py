@@ -18,4 +18,5 @@ from autoshard.solver.search.pruning import prune as prune
 from autoshard.solver.solution import Solution as Solution
 from autoshard.solver.solution import Status as Status
 from autoshard.solver.solve_problem import Progress as Progress
+from autoshard.solver.solve_problem import Useful as Useful
 from autoshard.solver.solve_problem import solve as solve

@@ -5,6 +5,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +51,23 @@ class Progress:
     """Best lower bound of the cost so far; at first the sum of all least costs."""
 
 
+class Useful(NamedTuple):
+    """Answers that the caller can use; the search for others is left out."""
+
+    enough: float = math.inf
+    """Lower bound at which the search ends, since choices of this cost are of no use. The result may then have no
+    choices ([0]).
+    """
+    nearest: bool = True
+    """True to return the choices with the least excess of memory for a problem that is proven infeasible. False returns
+    no choices ([0]) then.
+    """
+
+
+_ANY = Useful()
+"""Answers of a caller that can use all."""
+
+
 def solve(
     problem: Problem,
     *,
@@ -61,8 +79,7 @@ def solve(
     progress: Callable[[Progress], None] | None = None,
     stop: threading.Event | None = None,
     clock: Clock = time.monotonic,
-    enough: float = math.inf,
-    nearest: bool = True,
+    useful: Useful = _ANY,
 ) -> Solution:
     """Choose one alternative for each node at the least total cost, within the memory limit at every time.
 
@@ -79,10 +96,7 @@ def solve(
     - `stop`: event that ends the search early.
     - `clock`: wall clock by default; with `processor_seconds` the limit counts processor time. A second process
       receives the clock, so it must be a module-level function.
-    - `enough`: lower bound at which the search ends, since choices of this cost are of no use. The result may then have
-      no choices ([0]).
-    - `nearest`: False to return no choices ([0]) for a problem that is proven infeasible, in place of those with the
-      least excess of memory, which take as long again.
+    - `useful`: answers that the caller can use.
 
     Raises `UserError` for a malformed problem, a time limit that is not positive, or fewer than one thread. Raises
     `OutOfRangeError` if cost sums cannot be distinguished from forbidden ones, or if sums exceed 64 bits.
@@ -92,8 +106,7 @@ def solve(
     if threads < 1:
         raise UserError(f"{threads} threads were asked for; at least 1 is needed")
     validate(problem)
-    state = _Solve(problem, time_limit, clock, seed, threads, iterations, progress, stop, enough, nearest)
-    return state.run(hint)
+    return _Solve(problem, time_limit, clock, seed, threads, iterations, progress, stop, useful).run(hint)
 
 
 class _Solve:
@@ -109,8 +122,7 @@ class _Solve:
         iterations: int | None,
         progress: Callable[[Progress], None] | None,
         stop: threading.Event | None,
-        enough: float = math.inf,
-        wants_nearest: bool = True,
+        useful: Useful = _ANY,
     ):
         self.problem = problem
         self.began = time.monotonic()
@@ -122,7 +134,7 @@ class _Solve:
         self.iterations = iterations
         self.progress = progress
         self.stop_requested = (lambda: False) if stop is None else stop.is_set
-        self.enough, self.wants_nearest = enough, wants_nearest
+        self.enough, self.wants_nearest = useful
         self.best: Ints | None = None
         """Best feasible choices so far, the incumbent."""
         self.cost: int | None = None

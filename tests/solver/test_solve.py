@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from random_problems import brute_force, make_problem, problems
 
 from autoshard.errors import UserError
-from autoshard.solver import FORBIDDEN, Problem, Status, evaluate, solve
+from autoshard.solver import FORBIDDEN, Problem, Status, Useful, evaluate, solve
 
 
 def check(problem: Problem) -> None:
@@ -65,6 +65,13 @@ def test_infeasible_memory_names_the_smallest_excess():
     assert (answer.stats["excess"], answer.stats["excess_time"]) == (3, 3)
     assert answer.choices.tolist() == [1, 1]
     assert answer.gap == float("inf")
+
+
+def test_the_smallest_excess_is_not_looked_for_where_nobody_asks():
+    problem = make_problem([[0, 5], [0, 7]], [], [(0, 0, 4, [10, 6]), (1, 3, 9, [10, 5])], 8)
+    answer = solve(problem, useful=Useful(nearest=False))
+    assert (answer.status, answer.lower_bound) == (Status.INFEASIBLE, FORBIDDEN)
+    assert len(answer.choices) == 0 and "excess" not in answer.stats
 
 
 def test_all_forbidden_is_infeasible():
@@ -143,7 +150,7 @@ def test_a_bound_that_is_enough_ends_it_and_holds(problem: Problem, more: int) -
     if best is None:
         return
     enough = best + more
-    answer = solve(problem, time_limit=20, enough=enough)
+    answer = solve(problem, time_limit=20, useful=Useful(enough))
     assert answer.lower_bound <= best
     if len(answer.choices):
         judged = evaluate(problem, answer.choices)

@@ -49,6 +49,8 @@ class GraphBuilder:
         self.meshes: dict[str, mlir.MeshAxes] = {}
         self.manual: tuple[str, ...] = ()
         self.regions: list[Manual] = []
+        self.rules: dict[Any, Rule] = {}
+        """Sharding rule of each attribute that was read."""
 
     def graph(self) -> OpGraph:
         """Return the graph of the ops so far, with rolls joined (`join_rolls`); the builder does not change."""

@@ -7,13 +7,22 @@ from autoshard import mlir
 from autoshard.graph.records import FactorKind, Rule
 
 
-def sharding_rule(op: Any) -> Rule | None:
-    """Return the sharding rule of an MLIR op by Shardy; None if it has none."""
+def sharding_rule(op: Any, known: dict[Any, Rule] | None = None) -> Rule | None:
+    """Return the sharding rule of an MLIR op by Shardy; None if it has none.
+
+    - `known`: rules by attribute, extended in place; repeated layers have equal attributes. Default: none.
+    """
+    attribute = op.attributes["sdy.sharding_rule"] if "sdy.sharding_rule" in op.attributes else None
+    if known is not None and attribute in known:
+        return known[attribute]
     read = mlir.read_rule(op)
     if read is None:
         return None
     sizes, kinds, operands, results = read
-    return Rule(sizes, tuple(map(FactorKind, kinds)), operands, results)
+    rule = Rule(sizes, tuple(map(FactorKind, kinds)), operands, results)
+    if known is not None:
+        known[attribute] = rule
+    return rule
 
 
 def updating_rule(rule: Rule) -> Rule:

@@ -83,6 +83,8 @@ class MeshSearch:
         """Incumbent that meshes must beat until one of them is the best."""
         self.nearest: MeshAttempt | None = None
         """Trial that exceeds the memory limit least, where nothing fits."""
+        self.count = 0
+        """Number of candidate meshes."""
 
     def run(self, topology: Topology, crew: WorkerCrew, meshes: Sequence[Mesh] | None = None) -> Chosen:
         """Return the best of all candidate meshes, or of the given `meshes`.
@@ -95,6 +97,7 @@ class MeshSearch:
         """
         crew.share("trials", self.trials)
         meshes = candidate_meshes(topology) if meshes is None else meshes
+        self.count = len(meshes)
         self.ceiling = self.rival or self.scouted(meshes)
         crew.run(InOrder(self.trials, meshes, self.take, ahead=not crew.alone, first=self.ceiling))
         crew.drop("trials")
@@ -144,7 +147,8 @@ class MeshSearch:
             self.refusals.append(trial.refusal)
         self.done.append(dataclasses.replace(trial, model=None, required=None))
         rival = self.ceiling if self.best is None else self.best.as_incumbent()
-        self.progress(f"mesh {mesh_text(trial.mesh)}: {self.so_far(trial, rival)}")
+        place = f"{len(self.done)} of {self.count}"
+        self.progress(f"mesh {mesh_text(trial.mesh)} ({place}): {self.so_far(trial, rival)}")
         if trial.beats(rival):
             self.best = trial
         elif self.best is None and trial.model is not None:

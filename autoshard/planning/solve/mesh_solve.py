@@ -21,7 +21,18 @@ from autoshard.planning.solve.problem_builder import (
 )
 from autoshard.planning.solve.repeats import Repeats
 from autoshard.planning.space.decision_model import Decisions, Model
-from autoshard.solver import FORBIDDEN, Messages, Problem, Pruned, Solution, Status, processor_seconds, prune, solve
+from autoshard.solver import (
+    FORBIDDEN,
+    Messages,
+    Problem,
+    Pruned,
+    Solution,
+    Status,
+    Useful,
+    processor_seconds,
+    prune,
+    solve,
+)
 from autoshard.solver import evaluate as evaluate_problem
 
 
@@ -238,8 +249,7 @@ def _solve_pruned(model: Decisions, weights: Weights, enforced: int | None, term
             hint=None if hint is None else _places(kept, hint),
             stop=terms.stop,
             clock=processor_seconds,
-            enough=terms.enough,
-            nearest=terms.nearest,
+            useful=Useful(terms.enough, terms.nearest),
         )
     except OutOfRangeError:
         raise OutOfRangeError(TOO_LONG) from None

@@ -98,7 +98,12 @@ def test_a_mesh_looked_at_ahead_leaves_the_same_plan(monkeypatch: pytest.MonkeyP
     plan = make_plan(made.program("wide mlp"), options, Running(progress=lines.append)).plan
     in_order = searched("wide mlp", "v5e:4x4")
     (scouted,) = (line.removesuffix(", to hold others against") for line in lines if line.endswith("against"))
-    assert scouted in lines, "its plan is known when its turn comes"
+    turns = [line for line in lines if line.startswith("mesh ") and not line.endswith("against")]
+    numbers = [re.search(r" \((\d+) of (\d+)\): ", line) for line in turns]
+    assert [number and number.groups() for number in numbers] == [
+        (str(each), str(len(turns))) for each in range(1, len(turns) + 1)
+    ]
+    assert scouted in [re.sub(r" \(\d+ of \d+\)", "", line) for line in turns], "known when its turn comes"
     # Axes of equal sizes may have swapped places.
     assert plan.mesh == in_order.mesh and plan.prediction.peak_bytes == in_order.prediction.peak_bytes
     assert plan.prediction.step_time_s == pytest.approx(in_order.prediction.step_time_s, rel=1e-9)
