@@ -33,6 +33,11 @@ class GpuRecomputation:
     _inputs: dict[int, tuple[int, ...] | None] = dataclasses.field(default_factory=dict)
     """Values from which a kernel computes a value that it does not read, for the present `stored`; None if it reads."""
 
+    _ending: dict[int, bool] = dataclasses.field(default_factory=dict)
+    """Results of `_ends_kernel`, which `stored` does not change."""
+    _joining: dict[tuple[int, int], bool] = dataclasses.field(default_factory=dict)
+    """Results of `_joins` by op and elements, which `stored` does not change."""
+
     def stores(self, tensor: int, sources: Collection[int]) -> bool:
         """Return True if storing the value `tensor`, computed from the stored values `sources`, moves no more bytes."""
         self._known.clear()
@@ -79,7 +84,7 @@ class GpuRecomputation:
                 if user in ends:
                     continue
                 other = graph.ops[user]
-                if other.loop != loop or self.analysis.ends_fusion(other) or self._is_read_apart(other):
+                if other.loop != loop or self._ends_kernel(other):
                     ends.add(user)
                 elif self._joins(other, tensor) and self._is_stored_then(other, tensor, sources, depth):
                     ends.add(user)
@@ -89,6 +94,12 @@ class GpuRecomputation:
             if len(seen) > _FEW:
                 return None
         return ends
+
+    def _ends_kernel(self, op: Op) -> bool:
+        """Return True if an op ends a fusion, or a kernel of a library reads its result."""
+        if op.id not in self._ending:
+            self._ending[op.id] = self.analysis.ends_fusion(op) or self._is_read_apart(op)
+        return self._ending[op.id]
 
     def _is_read_apart(self, op: Op) -> bool:
         """Return True if a kernel of a library reads a result of an op that it cannot apply on load."""
@@ -107,11 +118,13 @@ class GpuRecomputation:
 
     def _joins(self, op: Op, tensor: int) -> bool:
         """Return True if an op reads several values as large as `tensor`, and several ops read its result."""
-        if len(op.results) != 1 or len(set(self.analysis.consumers[op.results[0]])) < 2:
-            return False
         elements = self.graph.tensors[tensor].elements
-        operands = (self.graph.tensors[t] for t in op.operands)
-        return sum(each.elements >= elements and not self._is_repeated(each.id) for each in operands) > 1
+        if (op.id, elements) not in self._joining:
+            several = len(op.results) == 1 and len(set(self.analysis.consumers[op.results[0]])) > 1
+            operands = [self.graph.tensors[t] for t in op.operands] if several else []
+            large = sum(each.elements >= elements and not self._is_repeated(each.id) for each in operands)
+            self._joining[op.id, elements] = large > 1
+        return self._joining[op.id, elements]
 
     def _is_repeated(self, tensor: int) -> bool:
         """Return True if a value is generated, or repeats a smaller one."""
