@@ -149,10 +149,14 @@ def _sentences(plan: RlPlan, way: RlWay) -> list[str]:
     old = f"; they are at most {_counted(way.staleness, 'step')} old" if way.staleness else ""
     batch = work.sequences // work.updates
     padded = f", padded to {trainer.batch}" if trainer.batch != batch else ""
+    room = ""
+    if trainer.framework:
+        room = f", the fastest with room for a sequence of {work.prompt + work.longest} tokens"
+        room += " and a reference's weights" if trainer.reference_bytes else ""
     lines = [
         f"{place} {MODES[way.mode]}{old}.",
         f"Sampler: {_counted(sampler.engines, 'engine')} of {_counted(sampler.engine.devices, 'device')}, each with "
-        f"{sampler.seats * sampler.engine.attention} sequences at a time. Trainer: {trainer.words}; "
+        f"{sampler.seats * sampler.engine.attention} sequences at a time. Trainer: {trainer.words}{room}; "
         f"{_counted(work.updates, 'update')} of {batch} sequences{padded}.",
     ]
     if way.mode != "continuous":

@@ -290,7 +290,9 @@ def test_the_report_names_ways_degrees_and_commands(capsys: pytest.CaptureFixtur
     best = plan.ways[0]
     assert best.trainer.words in out and "vllm serve MODEL" in out and "autoshard degrees hf:qwen2.5-7b" in out
     assert "in turn" in out and "one off" in out and "By closed form" in out
-    assert f"{best.sampler.seats * best.sampler.engine.attention} sequences at a time" in " ".join(out.split())
+    text, longest = " ".join(out.split()), plan.work.prompt + plan.work.longest
+    assert f"{best.sampler.seats * best.sampler.engine.attention} sequences at a time" in text
+    assert f"{best.trainer.words}, the fastest with room for a sequence of {longest} tokens" in text
 
 
 def test_the_command_for_the_trainer_runs_as_printed(capsys: pytest.CaptureFixture[str], monkeypatch):

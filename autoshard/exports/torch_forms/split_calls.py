@@ -9,7 +9,8 @@ from autoshard import exec as room
 
 SPLIT_SENTENCE = (
     "functions that DTensor cannot split, or computes wrongly, as their first call is tried; every device runs them "
-    "whole. `plan.distribute(model, mesh)` also places what the plan has inside of the step."
+    "whole. `plan.distribute(model, mesh)` also places what the plan has inside of the step. A loss outside of the "
+    "model runs on DTensors alone, where some functions fail (`F.mse_loss` in torch 2.9): write it out or move it in."
 )
 """The line about them in the head of an export."""
 
