@@ -70,7 +70,7 @@ def planned(form: str) -> PlanResult:
     return make_plan(program(form), Options(topology="cpu:8", mesh="data=4,model=2", asked=asked, refine_axes=False))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("form", "which"), [case if case in KEPT else pytest.param(*case, marks=pytest.mark.full) for case in CASES]
 )

@@ -83,6 +83,7 @@ def decoding(directory: Path, **options: Any) -> Program:
     return open_source(f"hf:{directory / 'config.json'}", serve="decode", batch=2, dtype="fp32", **options)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("window", [None, 24])
 def test_steps_of_decoding_are_the_same(tmp_path: Path, window: int | None) -> None:
     options: dict[str, Any] = {"seq": 64, "cache": 256, "config": {"sliding_window": window}}

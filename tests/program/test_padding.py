@@ -36,7 +36,7 @@ def steps(program: Program, weights: dict[str, Any], batch: Any) -> tuple[dict[s
     return params, float(loss)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("model", "pad", "more"),
     [

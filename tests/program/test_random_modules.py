@@ -28,6 +28,7 @@ def test_a_traced_module_computes_what_eager_torch_does(seed: int):
     assert len(REFUSED) <= 4, REFUSED
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", [0, 32, pytest.param(47, marks=pytest.mark.full)])
 def test_a_planned_module_computes_what_the_unplanned_one_does(seed: int):
     assert run_planned(random_recipe(seed)) == "split"

@@ -8,6 +8,7 @@ import pytest
 from experiments.models.torch_layers import Row, work
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("row", "stacks"),
     [

@@ -63,6 +63,7 @@ class Attending(nn.Module):
         return x
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("stages", "microbatches", "schedule"),
     [pytest.param(2, 4, "gpipe", marks=FULL), (2, 2, "circular"), (3, 4, "gpipe")],

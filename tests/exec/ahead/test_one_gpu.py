@@ -94,6 +94,7 @@ def saved() -> Program:
     return trained(loss, {"up": low(6, 1024, 4096), "down": low(6, 4096, 1024)}, low(8192, 1024))
 
 
+@pytest.mark.few(1)
 @PLUGIN
 @pytest.mark.parametrize(
     "make",

@@ -63,7 +63,7 @@ def foreseen(config: str, policy: Policy) -> tuple[float, float]:
     return float(found.times(kept, away)[0][0]), float(found.peaks(kept, away)[0])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "policy",
     [

@@ -46,6 +46,7 @@ def model_of(program: Program, plan: Plan) -> tuple[Model, np.ndarray]:
     return reprice(plan, program, analyse_program(program, "tpu"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("topology", ["v5e:2x4", pytest.param("v6e:2x4", marks=pytest.mark.full), "v5p:2x2x2"])
 def test_peaks_of_small_programs_are_what_the_compiler_reserves(topology: str) -> None:
     if importlib.util.find_spec("libtpu") is None:  # an optional extra
@@ -65,6 +66,7 @@ def test_convolutions_have_the_values_in_main_memory_that_the_compiler_puts_ther
     assert memory["predicted"] == pytest.approx(memory["compiled"], rel=0.07)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("seed", "topology"),
     [

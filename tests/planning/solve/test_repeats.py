@@ -41,6 +41,7 @@ def shared(of: Model) -> Repeats:
     return repeats
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("pattern", list(PATTERNS))
 def test_shared_choices_are_choices_of_the_whole(pattern: str) -> None:
     whole = model(6, **PATTERNS[pattern])
@@ -90,6 +91,7 @@ def test_names_do_not_matter() -> None:
     assert len(shared(renamed).nodes) == len(shared(model(6)).nodes)
 
 
+@pytest.mark.full
 def test_lifted_messages_bound_the_whole_as_closely() -> None:
     whole = model(8, "data=2,seq=2,model=2")
     repeats = shared(whole)

@@ -75,6 +75,7 @@ def test_a_sum_that_does_not_join_is_priced() -> None:
     assert (costs == (own[:, None] & ~last[None, :])).all()
 
 
+@pytest.mark.few(1)
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     ("topology", "mesh", "split", "most"),
