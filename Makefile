@@ -36,7 +36,7 @@ readme: $(STAMP)
 
 environments: $(STAMP) $(NEWEST)/.autoshard-installed
 
-# In about a minute, before each commit: the rooms whose tests need neither XLA's compiler nor a child process. Types are
+# In one to three minutes, before each commit: the rooms whose tests need neither XLA's compiler nor a child process. Types are
 # left to `make lint`.
 CHECKED := $(addprefix tests/,base cost graph mlir planning/record planning/space planning/xla solver \
 	$(addprefix test_,cli_rules.py glossary.py json.py kernels.py prose.py public_names.py rooms.py rules.py)) \

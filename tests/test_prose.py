@@ -11,6 +11,7 @@ import re
 import sys
 import tokenize
 from collections.abc import Iterator
+from typing import Any
 
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -80,10 +81,12 @@ def sentences(text: str) -> Iterator[str]:
 
 def strings(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
     """Yield line, kind (`function` or `noun`) and text of docstrings and of strings below fields and constants."""
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if not isinstance(body, list):
-            continue
+    left: list[Any] = [tree]
+    for node in left:  # statements alone: most nodes are in expressions
+        left += [
+            each for key in ("body", "orelse", "handlers", "finalbody", "cases") for each in getattr(node, key, ())
+        ]
+        body = getattr(node, "body", [])
         for before, statement in zip([None, *body], body, strict=False):
             value = statement.value if isinstance(statement, ast.Expr) else None
             if not isinstance(value, ast.Constant) or not isinstance(value.value, str):
