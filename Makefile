@@ -36,8 +36,8 @@ readme: $(STAMP)
 
 environments: $(STAMP) $(NEWEST)/.autoshard-installed
 
-# In one to three minutes, before each commit: the rooms whose tests need neither XLA's compiler nor a child process. Types are
-# left to `make lint`.
+# In one to three minutes, before each commit: the rooms whose tests need neither XLA's compiler nor a child process.
+# Types are left to `make lint`.
 CHECKED := $(addprefix tests/,base cost graph mlir planning/record planning/space planning/xla solver \
 	$(addprefix test_,cli_rules.py glossary.py json.py kernels.py prose.py public_names.py rooms.py rules.py)) \
 	$(filter-out tests/report/test_export%,$(wildcard tests/report/test_*.py))
