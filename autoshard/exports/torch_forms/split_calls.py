@@ -16,7 +16,6 @@ SPLIT_SENTENCE = (
 
 SPLIT_IMPORTS = """import torch
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree
 """
 """Imports of the code in which `split_calls` stands."""
 
