@@ -256,6 +256,7 @@ PLACED = Compiled(HLO, {"arguments": 2**20, "temporaries": 2**20, "peak": 3 * 2*
 TOO_LARGE = Compiled("", {}, 0.5, 60 * 2**30, 16 * 2**30, "")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("found", "code"), [(PLACED, 0), (TOO_LARGE, 1), (UserError("it died"), 2)])
 def test_the_verdict_of_a_plan_is_its_compilers(
     found: Compiled | UserError, code: int, folder: Path, here: Here, monkeypatch: pytest.MonkeyPatch

@@ -150,7 +150,7 @@ COMMANDS = (
 )
 """Pages whose commands run, in the order in which they stand."""
 
-REPEATED = ("fitting.md", "pipelines.md", "serving.md")
+REPEATED = ("first-plan.md", "fitting.md", "pipelines.md", "serving.md")
 """Pages with commands whose kinds other tests run on smaller models."""
 
 LONG = re.compile(r"sweep |.* --(remat|stages) auto ")

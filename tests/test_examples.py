@@ -36,6 +36,7 @@ def losses(kind: str, out: str) -> list[float]:
     return [float(word) for word in line.split()]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.full] * (name in LIKE_OTHERS)) for name in EXAMPLES]
 )

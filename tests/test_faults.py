@@ -52,6 +52,7 @@ def wholly(command: Command, prepared: Path, folder: Path, monkeypatch: pytest.M
     return Whole(0.0, 0, made(command, folder, said.getvalue().encode()))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("command", "ending"),
     [

@@ -27,6 +27,7 @@ def shell(line: str, folder: Path) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("line", "code", "said"),
     [

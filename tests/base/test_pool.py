@@ -80,6 +80,7 @@ LEAVES = """
 """
 
 
+@pytest.mark.few(2)
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     ("command", "sent"),
@@ -140,6 +141,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.few(2)
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     ("sent", "native"),

@@ -105,7 +105,7 @@ def states(graph: OpGraph, op: Op) -> set[tuple[int, ...]]:
     return {tuple(state) for state in heavy_strategies(graph, op, [2, 2, 2], "cpu").tolist()}
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "state", "relative"),
     [

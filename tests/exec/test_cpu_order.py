@@ -72,6 +72,7 @@ def test_plans_take_turns():
     assert 0 < low <= middle <= high
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "mode"), [("mlp", "train"), ("moe einsum", "infer")])
 def test_a_row_has_predicted_and_measured_times(name: str, mode: str):
     wanted = {"plan", "data_parallel*", "fsdp*"}

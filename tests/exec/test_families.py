@@ -9,7 +9,7 @@ from experiments.lib.programs import family_programs
 from experiments.models import families
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "mode", "mesh"),
     [

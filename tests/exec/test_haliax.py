@@ -131,6 +131,7 @@ def test_arrays_are_called_as_in_the_model_and_dims_by_their_axes(program):
     assert {result.name for result in program.results} >= {"model.head.bias"}
 
 
+@pytest.mark.few(1)
 def test_the_planned_step_is_the_step(program, expected):
     plan = autoshard.plan(program, topology="cpu:8", mesh=MESH)
     result = plan.jit(step)(*make(), data())
@@ -143,6 +144,7 @@ def within(program):
     return autoshard.plan(program, topology="cpu:8", mesh=MESH, form="haliax")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("share", "near"), [(1.0, 0.02), pytest.param(0.8, 0.1, marks=pytest.mark.full)])
 def test_haliax_under_the_mappings_does_what_is_predicted(program, within, expected, share, near):
     """Run with less memory too, where parameters are split further than activations, and XLA gathers biases as well."""

@@ -90,6 +90,7 @@ def test_every_byte_goes_both_ways_and_nothing_hides_it() -> None:
     assert 0.8 * both_ways < more <= both_ways  # the update itself overlaps with the transfers
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("given", ["the step", "the program"])
 def test_a_plan_with_state_on_the_host_computes_what_the_plain_step_does(given: str, tmp_path: Path) -> None:
     plan = planned("optimizer", "cpu:8", "data=4,model=2")

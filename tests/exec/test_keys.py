@@ -66,6 +66,7 @@ def numbers(tree: Any) -> list[Any]:
     return [np.asarray(jax.random.key_data(leaf) if is_key else leaf) for leaf, is_key in pairs]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_program_with_keys_is_planned_saved_run_and_checked(name: str, tmp_path: pathlib.Path) -> None:
     fn, args = CASES[name]

@@ -113,6 +113,7 @@ def check(program: Program, topology: str, mesh: str | None = None, run: bool = 
     return plan
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ORDINARY)
 def test_ordinary_programs_are_planned_shown_and_run(name: str) -> None:
     program = ORDINARY[name]()

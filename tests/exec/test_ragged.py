@@ -52,6 +52,7 @@ def test_only_groups_stay_whole() -> None:
         assert op.flops == 2 * ROWS * INNER * COLUMNS
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("which", ["", "data_parallel", "fsdp", "tensor_parallel", "fsdp_tp"])
 def test_it_runs_as_planned(which: str) -> None:
     program, result = experts(), planned()

@@ -20,7 +20,7 @@ def drawn(seed: int) -> tuple[RandomProgram, list[list[Any]]]:
     return (program := random_program(seed)), expected(program)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("seed", "mesh"),
     [

@@ -40,6 +40,7 @@ def tensors(params: dict[str, Any], program: Program) -> dict[str, np.ndarray]:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("config", "options"), [("llama-tiny", {"train": True, "dtype": "fp32"}), ("gpt2-tiny", {})])
 def test_weights_of_transformers_are_loaded_and_written(config: str, options: dict[str, Any], tmp_path: Path) -> None:
     program, plan = planned(config, **options)

@@ -68,6 +68,7 @@ def flags(options: Mapping[str, Any]) -> list[str]:
     return [word for name, values in texts.items() for word in (f"--{name}", *values)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("text", "options", "expected"),
     [

@@ -109,7 +109,7 @@ def hlo_text(source: Program, path: Path) -> None:
 WRITERS = [named_text, bare_text, bytecode, artifact, hlo_text]
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "write"),
     [(name, write) for name in SOURCES for write in WRITERS] + [("momentum", undonated_text), ("momentum", hlo_proto)],

@@ -48,6 +48,7 @@ def result(request: pytest.FixtureRequest) -> Any:
     return request.param[0], made.planned(*request.param)
 
 
+@pytest.mark.few(2)
 def test_every_argument_and_result_has_a_spec_that_splits_it_evenly(result: Any) -> None:
     program = made.program(result[0])
     for plan in every(result[1]):

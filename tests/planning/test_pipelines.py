@@ -70,6 +70,7 @@ def least_s(reading: AnalysedProgram, program: Program, mesh: object) -> float:
     return search(model, [], limits, lambda line: None, own.required(model), None, WorkerCrew()).best.expected_s
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("schedule", "microbatches"), [("circular:2", 4)])
 def test_no_pipeline_takes_less_than_the_bound_from_larger_microbatches(schedule: str, microbatches: int) -> None:
     recipe = Recipe((("stages", 2), ("schedule", schedule), ("microbatches", microbatches)))

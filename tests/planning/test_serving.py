@@ -19,6 +19,7 @@ def decoding(batch: int, cache: int, mesh: str) -> Plan:
     return make_plan(program, Options(topology="v5e:2x4", mesh=mesh, memory_limit=90 << 20)).plan
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("batch", "cache", "mesh", "split"),
     [

@@ -234,6 +234,7 @@ def convnet() -> Program:
     return trace(step, (shapes, shapes, f32(2, 3, 64, 64), f32(2, 4)), name="convnet", donate_argnums=(0, 1))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mesh", ["4x2", "2x2x2"])
 def test_a_convnet_split_over_height_equals_the_unplanned_run(mesh: str) -> None:
     """Run a batch of 2 on 8 devices by the baseline `spatial`. Compare loss, gradients (momentum) and update."""

@@ -95,7 +95,7 @@ def test_windows_and_softcaps_are_the_kernels_too() -> None:
         assert np.abs(plain - kernel).max() <= 1e-5 * np.abs(plain).max(), more
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("queries", "keys"), [(197, 230), (300, 300), (384, 384)])
 @pytest.mark.parametrize("more", [{"causal": True}, {"causal": False}, {"causal": False, "window": 50}])
 def test_sequences_that_no_block_divides_are_padded(queries: int, keys: int, more: dict[str, Any]) -> None:
@@ -114,6 +114,7 @@ def test_sequences_that_no_block_divides_are_padded(queries: int, keys: int, mor
         assert np.abs(one - other).max() <= 2e-5 * np.abs(one).max()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("blocks", [((512, 128), (128, 512)), ((128, 256), (256, 128))])
 def test_blocks_that_are_given_are_padded_to_as_well(blocks: tuple[tuple[int, int], tuple[int, int]]) -> None:
     random = np.random.default_rng(0)

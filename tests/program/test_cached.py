@@ -41,7 +41,7 @@ def cache(layers: int, batch: int, heads: int, length: int, filled: int, size: i
     return CachedKeys(keys, values, layers - 1, filled)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("sizes", "position", "more"),
     [

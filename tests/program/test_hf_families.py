@@ -16,6 +16,7 @@ DECODERS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "config", [pytest.param(each, marks=[pytest.mark.full] * each.startswith("deepseek")) for each in DECODERS]
 )
@@ -24,6 +25,7 @@ def test_training_step_equals_eager(config, monkeypatch):
     check_training_step(config, monkeypatch, batch=BATCH, seq=SEQ, **all_slots)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("config", DECODERS)
 def test_decoder_is_scanned_and_keeps_dims_apart(config):
     import jax

@@ -86,6 +86,7 @@ def test_sentences(source, options, sentence):
         open_source(source, batch=2, **options)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sample", ["greedy", "top_k=20,top_p=0.9", "temperature=0.5"])
 def test_a_sampled_step_returns_tokens_of_its_logits(sample):
     import jax

@@ -31,6 +31,7 @@ def slice_of(configs: dict[str, Any], *kept: str) -> list[Any]:
     return [pytest.param(each, marks=[pytest.mark.full] * (each not in kept)) for each in configs]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("config", slice_of(TASKS, "vit-tiny", "t5-tiny"))
 def test_training_step_equals_eager(config, monkeypatch):
     """Compare a training step: batch norms use batch statistics and update the running ones, frozen parameters stay."""
@@ -55,6 +56,7 @@ def test_inference_equals_eager(config):
     close(jax.jit(program.fn)(function.values(), batch, *extra), expected)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("config", slice_of(TASKS, "vit-tiny", "bert-tiny"))
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_training_step_is_scanned_and_tied(config, remat):

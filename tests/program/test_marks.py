@@ -59,6 +59,7 @@ def test_values_are_found_by_the_modules_that_made_them() -> None:
 HIDDEN, QUERY, KEYS, INNER = (4, 4, 128, 64), (4, 4, 128, 64), (4, 4, 128, 32), (4, 4, 128, 128)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("remat", "computed", "device", "host"),
     [
@@ -92,6 +93,7 @@ def test_the_first_layers_have_a_policy_of_their_own() -> None:
     assert len(again(program)) == 15, "one layer by itself needs no loop"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("remat", "scan"),
     [

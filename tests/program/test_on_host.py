@@ -65,6 +65,7 @@ RULES = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", RULES)
 def test_a_step_with_its_state_on_the_host_computes_the_same(name: str) -> None:
     rule = RULES[name]

@@ -15,7 +15,7 @@ REFUSED: list[str] = []
 """Modules that were refused in this process."""
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_traced_module_computes_what_eager_torch_does(seed: int):
     recipe = random_recipe(seed)

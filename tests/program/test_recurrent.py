@@ -18,6 +18,7 @@ def outputs_loss(output):
     return output[0].square().mean() + sum(state.sin().sum() for state in states)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

@@ -65,7 +65,7 @@ def test_microbatches_give_the_step_of_the_whole_batch(name, options):
     assert not any("no plain mean" in note for note in program.notes)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("loss", "seen"),
     [

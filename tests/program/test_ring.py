@@ -72,6 +72,7 @@ def mesh() -> Mesh:
     return Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("a", "b"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("axes", "causal"),
     [

@@ -24,6 +24,7 @@ def step(**options: Any) -> Program:
     return decoder_program(DIMS, batch=4, seq=16, attention="plain", **options)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("routing", "changes"),
     [
@@ -76,6 +77,7 @@ def plain(weights: dict[str, Any], x: Any) -> Any:
     return out + shared @ weights["shared.down_proj.weight"]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("routing", "factor"),
     [("dropless", 1.0), ("capacity", 2.0), ("sorted", 1.0), ("sorted:2", 1.0), ("sorted:4", 1.0), ("ragged:2", 1.0)],

@@ -130,6 +130,7 @@ def test_layers_that_are_left_over_come_before_the_stages(tmp_path: Path) -> Non
 DIMS = DecoderDims(4, 32, 64, 4, 2, 8, 64)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layers", "stages", "schedule"),
     [(5, 2, "circular"), *(pytest.param(*case, marks=FULL) for case in ((4, 2, "circular"), (5, 2, "gpipe")))],

@@ -102,7 +102,7 @@ def test_the_module_is_left_as_it_was():
         assert id(parameter) == before[name][0] and torch.equal(parameter, before[name][1])
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("remat", ["none", "dots", "full", "full:2+none", "none:1+dots:1+full"])
 @pytest.mark.parametrize("kind", [Chain, Doubling])
 def test_training_equals_torch_sgd(kind, remat):

@@ -87,6 +87,7 @@ BODIES += [rows_under_masks_of_many_dims, rows_without_heads, shares_of_attentio
 BODIES += [eigenvalues_of_a_triangle, softmax_of_nothing]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("body", BODIES)
 def test_values_and_gradients_are_torchs(body):
     class Body(torch.nn.Module):
@@ -168,6 +169,7 @@ def operations():
     return {each.name: each for each in reversed(op_db)}
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", SAMPLED)
 def test_torchs_own_samples_come_out_alike(operations, name):
     """Check a slice of `python experiments/correctness/torch_operations.py`."""

@@ -124,6 +124,7 @@ EQUAL = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.filterwarnings("ignore:var.*degrees of freedom", "ignore:size_average and reduce")
 @pytest.mark.parametrize("group", EQUAL)
 def test_values_dtypes_shapes_and_gradients_are_torchs(group):

@@ -141,6 +141,7 @@ def stacked(program):
 PRIVATE = ("tensor", "closure", "number in a condition")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
@@ -174,6 +175,7 @@ class Numbered(nn.Module):
         return x + (y if self.use is None else self.use(self._number, y))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("use", "stacks"),
     [
@@ -263,7 +265,7 @@ def pre_hooked(layer, number):
     layer.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize(
     ("change", "stacks"),
@@ -324,7 +326,7 @@ def test_a_module_may_have_two_names_and_a_weight_stand_in_a_list():
     check(Siamese(), torch.randn(4, 8))
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("part", ["", "weight", "norm.bias"])
 @pytest.mark.parametrize("frozen", [(0, 1), (2, 3), (1,), (0, 2), (0, 1, 2, 3)])
 def test_frozen_parameters_have_no_gradient_and_all_others_do(frozen, part):

@@ -47,6 +47,7 @@ def planned(rows: int, spec: str) -> tuple[Plan, Any]:
     return autoshard.plan(program, topology="cpu:8", mesh="data=4,model=2", pins={"x": spec}), args
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("form", ["jax", "explicit"])
 @pytest.mark.parametrize(("rows", "spec"), [(8, "data,None,None,None"), (8, "data+model,None,None,None")])
 def test_gradients_are_those_of_one_device(form: str, rows: int, spec: str) -> None:

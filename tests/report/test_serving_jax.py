@@ -53,7 +53,7 @@ def decoding(name: str) -> Program:
     return open_source(f"hf:{name}", serve="decode", batch=SEQUENCES, seq=PLACES, cache=PLACES, dtype="float32")
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "engine", "engines"),
     [
@@ -96,6 +96,7 @@ def test_a_step_so_laid_out_computes_what_one_device_does(name: str, engine: Ser
         assert np.abs(one - other).max() <= 2e-5 * max(1e-6, np.abs(one).max())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_weight_has_its_spec_and_no_other(name: str):
     plan = planned(name, ServingEngine(4), 2)

@@ -17,6 +17,7 @@ SEEDS = {"mlp": 15, "mlp_scan": 1, "lstm": 4, "mixture": 24, "graph": 16, "atten
 """Kinds of programs that are predicted within the bounds, and a seed of each that compiles in two or three seconds."""
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", SEEDS)
 def test_a_kind_is_predicted_within_wide_bounds(kind: str) -> None:
     """Allow a factor of 2 for memory and of 2.5 for time, and 30 % of the bytes on the wire."""

@@ -78,6 +78,7 @@ def exported(name: str, topology: str, folder: Path) -> tuple[Program, Plan]:
     return program, plan
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "topology"), [("mlp", "cpu:8"), ("mlp", "v5e:2x4"), ("adam", "v5e:2x4")])
 def test_it_runs_without_autoshard(name: str, topology: str, tmp_path: Path):
     _, plan = exported(name, topology, tmp_path)

@@ -16,7 +16,7 @@ from experiments.correctness.indexed_ops import MESHES, Comparison, cases
 CASES = {case.name: case for case in cases()}
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     "name",
     [

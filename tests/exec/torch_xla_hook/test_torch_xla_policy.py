@@ -83,6 +83,7 @@ print("moved")
 """
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("ask", "mesh", "sentence"),
     [

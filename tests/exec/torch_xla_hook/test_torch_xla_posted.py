@@ -13,7 +13,7 @@ from tests.exec.torch_xla_hook import torch_xla_posted_cases as posted  # noqa: 
 
 ENVIRONMENT = {"XLA_AUTO_SPMD_MESH": "8"}
 
-FEW = ("many_lengths", "moved_to_other", "per_sample", "resumed")
+FEW = ("many_lengths", "resumed")
 """Cases that every run of the tests includes."""
 
 

@@ -148,6 +148,7 @@ INDEPENDENT = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", INDEPENDENT)
 def test_steps_of_independent_examples_are_planned(name):
     make, inputs, loss, kind = INDEPENDENT[name]

@@ -185,6 +185,7 @@ def test_room(topology: str, mib: int) -> None:
     assert on_chip_room(parsed, 101 * room + 1) == 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("accumulated", [False, True])
 def test_donated_weights_are_copied_where_new_ones_are_gathered(accumulated: bool) -> None:
     """Plan scanned layers with whole weights and split momentum; compare with the compiler, and with a count by hand.

@@ -74,6 +74,7 @@ def test_new_values_of_donated_state_are_no_gradients() -> None:
     assert kinds == {"parameters", "optimizer_state"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("source", ["hf:llama-tiny", "hf:mixtral-tiny", "hf:t5-tiny"])
 def test_a_freshly_traced_program_can_be_sent_to_helpers(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Send a freshly traced program, which refers to closures as a cached one does not."""

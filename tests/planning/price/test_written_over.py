@@ -38,6 +38,7 @@ def test_pre_activation_and_its_gradient_share_their_memory(topology: str, most:
     assert max(sum(each.start <= op.id < each.stop for each in held) for op in priced.model.graph.ops) == most
 
 
+@pytest.mark.few(1)
 @pytest.mark.heavy
 @pytest.mark.parametrize("topology", ["v6e:2x4", "v5p:2x2x2"])
 def test_memory_of_an_mlp_is_what_the_compiler_reserves(topology: str) -> None:

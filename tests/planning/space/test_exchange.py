@@ -122,6 +122,7 @@ def test_an_exchange_moves_an_axis_between_the_sequence_and_another_dim() -> Non
     assert moved[1, 1].tolist() == [True, False], "and back; axis 1 is gathered"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("exchange", "attention", "mesh", "line"),
     [

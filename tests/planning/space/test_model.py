@@ -41,6 +41,7 @@ def random_weights(model: Model, rng: np.random.Generator) -> dict[Any, float]:
     return normalise({channel: float(rng.random()) for channel in even_weights(model)})
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "topology", "mesh"), CASES)
 def test_problem_and_judgement_agree_on_any_choice(name: str, topology: str, mesh: str) -> None:
     limit = 1 << 20  # small: large tensors get copies with memory of their own

@@ -138,6 +138,7 @@ def test_only_slices_leave_sums_whole() -> None:
     assert summed_whole(graph, first) and not summed_whole(graph, second)
 
 
+@pytest.mark.few(1)
 @pytest.mark.heavy
 @pytest.mark.parametrize(("columns", "kind"), [(WIDTH - 128, "all-reduce"), (WIDTH, "reduce-scatter")])
 def test_a_sum_that_is_sliced_is_an_all_reduce(columns: int, kind: str) -> None:
