@@ -144,7 +144,20 @@ def computed_again(x):
 
 
 BODIES = [without, of_a_decorated_function, switched, written_without, views_made_without, detached, rounded]
-BODIES += [straight_through, reversed_, of_two, computed_again]
+SIGN: Any = Sign.apply
+REVERSED: Any = Reversed.apply
+
+
+def bound_before(x):
+    y, _ = REVERSED(x, 3.0, None)
+    return SIGN(x) * x + y
+
+
+def bound_before_and_computed_again(x):
+    return checkpoint(lambda a: SIGN(a.sin()) * a, x, use_reentrant=True)
+
+
+BODIES += [straight_through, reversed_, of_two, computed_again, bound_before, bound_before_and_computed_again]
 
 
 def module_of(body):

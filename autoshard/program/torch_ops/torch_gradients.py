@@ -129,15 +129,30 @@ def _in_transform(frame: FrameType | None) -> bool:
     return False
 
 
+_applied: list[list[str]] = []
+"""The list of each `applied_functions` that is entered."""
+
+
+@contextlib.contextmanager
+def applied_functions() -> Iterator[list[str]]:
+    """Yield a list that gets the name of each `torch.autograd.Function` that traces apply while inside."""
+    _applied.append([])
+    try:
+        yield _applied[-1]
+    finally:
+        _applied.pop()
+
+
 @contextlib.contextmanager
 def own_gradients(env: Any) -> Iterator[None]:
     """Differentiate each `torch.autograd.Function` by its own `backward` while inside, in torchax's `env`.
 
-    Functions of torch's own checkpoint are left out: they run without recomputation.
+    Functions of torch's own checkpoint are left out: they run without recomputation. An `apply` that code bound before,
+    as in `clamp = Clamp.apply`, is torch's own, which calls that of the class above `Function`.
 
     Raises `TorchGradientError` where code asks torch for other gradients.
     """
-    from torch.autograd.function import Function
+    from torch.autograd.function import Function, _SingleLevelFunction
     from torch.utils.checkpoint import CheckpointFunction
 
     before = Function.__dict__["apply"]
@@ -151,12 +166,21 @@ def own_gradients(env: Any) -> Iterator[None]:
             return before.__get__(None, cls)(*args, **kwargs)
         return _apply(env, cls, args, kwargs)
 
+    def bound(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a function for torch's own `apply`, which has joined `kwargs` to `args` if there is a `setup_context`."""
+        if cls.__module__ == CheckpointFunction.__module__ and cls is not CheckpointFunction:
+            return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+        separate = cls.setup_context is not _SingleLevelFunction.setup_context
+        return apply(cls, *args, **({} if separate else kwargs))
+
     setattr(Function, "apply", classmethod(apply))  # noqa: B010  # torch declares another type
+    setattr(_SingleLevelFunction, "apply", classmethod(bound))  # noqa: B010
     try:
         with _refusing():
             yield
     finally:
         setattr(Function, "apply", before)  # noqa: B010
+        delattr(_SingleLevelFunction, "apply")  # noqa: B043
 
 
 class _Context:
@@ -204,6 +228,8 @@ def _apply(env: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     import torch
     from torch.utils import _pytree
 
+    if _applied:
+        _applied[-1].append(function.__name__)
     leaves, tree = _pytree.tree_flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     arrays = env.t2j_iso([leaves[i] for i in places])
