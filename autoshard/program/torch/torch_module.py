@@ -12,8 +12,9 @@ from autoshard.program import example_values
 from autoshard.program import model_flops as flop_counter
 from autoshard.program.argument_names import input_names, leaf_name
 from autoshard.program.jax import optimizers, train_step
-from autoshard.program.jax.gradient_groups import Reduced, doubled_reduction, reduction_of
+from autoshard.program.jax.gradient_groups import Reduced, Reduction, doubled_reduction, reduction_of
 from autoshard.program.jax.layer_stack import in_stages
+from autoshard.program.jax.linear_backward import nonlinear_backward
 from autoshard.program.jax.trace import trace
 from autoshard.program.moe.experts import check_experts
 from autoshard.program.program_record import Program, Role
@@ -33,6 +34,7 @@ from autoshard.program.torch.torch_function import TorchFunction, jax_dtype
 from autoshard.program.torch_ops import wide_integers
 from autoshard.program.torch_ops.layer_lowerings import without_batch_statistics
 from autoshard.program.torch_ops.module_segments import one_microbatch
+from autoshard.program.torch_ops.torch_gradients import applied_functions
 from autoshard.program.torch_ops.torch_imports import require_torch
 
 
@@ -224,8 +226,14 @@ def from_torch(
             return jax.tree.leaves(forward(*args) if loss is None else loss_of(*args))[0]
 
         args = function.params, batch, *((function.buffers,) if function.buffers else ())
-        with without_batch_statistics() as norms, function.attends_in("plain"):
+        with without_batch_statistics() as norms, function.attends_in("plain"), applied_functions() as functions:
             found = doubled_reduction(traced, args, 1, {key: dims.get(key, -1) for key in batch})
+            own = functions and found.kind is not Reduction.OTHER
+            nonlinear = nonlinear_backward(traced, args) if own else ""
+        if nonlinear:
+            names = " or ".join(f"`{name}`" for name in dict.fromkeys(functions))
+            why = f"`{nonlinear}` of gradients in the `backward` of {names}, which is not linear"
+            found = Reduced(Reduction.OTHER, why)
         return dataclasses.replace(found, norms=bool(norms), closed=closed[0] if closed else "")
 
     return dataclasses.replace(program, reduction=reduction)

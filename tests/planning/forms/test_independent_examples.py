@@ -95,6 +95,46 @@ class Masked(nn.Module):
         return (self.up(x).mean(1) * mask).sum() / mask.sum().clamp(min=1)
 
 
+class Clamped(torch.autograd.Function):
+    """An identity whose gradients are clamped."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clamp(-0.01, 0.01)
+
+
+class Weighted(torch.autograd.Function):
+    """A product whose `backward` computes nonlinear values, but not of the gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        share = x.sigmoid()
+        return gradient * (share + x * share * (1 - share)).clamp(-1, 1)
+
+
+class Applied(nn.Module):
+    """Layers, each followed by a function with a `backward` of its own."""
+
+    def __init__(self, function, layers):
+        super().__init__()
+        self.layers, self.function = nn.ModuleList(nn.Linear(16, 16) for _ in range(layers)), function
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.function(layer(x))
+        return x
+
+
 def squares(output):
     return output.square().mean()
 
@@ -105,6 +145,13 @@ MEETING = {
     "capacity": (Capacity, X, squares, r"`cumsum`, which mixes examples, at .*py:\d+;"),
     "graph": (Graph, (X, torch.zeros(24, dtype=torch.int32)), squares, r"`gather`, which mixes examples, at .*py:\d+;"),
     "centred": (lambda: Scanned(True), SEQUENCES, squares, r"`sub`, which mixes examples, at .*py:\d+;"),
+    "clamped": (
+        lambda: Applied(Clamped.apply, 1),
+        X,
+        squares,
+        "`lt` of gradients in the `backward` of `Clamped`, which is not linear",
+    ),
+    "clamped layers": (lambda: Applied(lambda x: Clamped.apply(x), 3), X, squares, "`backward` of `Clamped`, which is"),
     "deviation": (
         lambda: nn.Linear(16, 4),
         X,
@@ -124,6 +171,7 @@ def test_a_step_whose_examples_meet_is_not_planned_for_fsdp(name):
 
 
 INDEPENDENT = {
+    "weighted": (lambda: Applied(Weighted.apply, 3), X, squares, Reduction.MEAN),
     "layers": (lambda: Scanned(False), SEQUENCES, squares, Reduction.MEAN),
     "convolution": (
         lambda: nn.Sequential(nn.Conv1d(8, 8, 3), nn.BatchNorm1d(8), nn.MaxPool1d(2), nn.Flatten(), nn.Linear(16, 4)),
