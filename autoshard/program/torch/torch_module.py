@@ -12,13 +12,13 @@ from autoshard.program import example_values
 from autoshard.program import model_flops as flop_counter
 from autoshard.program.argument_names import input_names, leaf_name
 from autoshard.program.jax import optimizers, train_step
-from autoshard.program.jax.gradient_groups import Reduced, Reduction, doubled_reduction, reduction_of
+from autoshard.program.jax.gradient_groups import Reduced, doubled_reduction, reduction_of
 from autoshard.program.jax.layer_stack import in_stages
-from autoshard.program.jax.linear_backward import nonlinear_backward
 from autoshard.program.jax.trace import trace
 from autoshard.program.moe.experts import check_experts
 from autoshard.program.program_record import Program, Role
 from autoshard.program.torch.eager_twin import EagerCall, EagerTwin, closed_types, first_tensor, host_tensor
+from autoshard.program.torch.linear_backward import checked_reduction
 from autoshard.program.torch.low_rank import check_lora, with_adapters
 from autoshard.program.torch.module_mode import ModuleMode
 from autoshard.program.torch.module_patches import lowered_environment
@@ -34,7 +34,6 @@ from autoshard.program.torch.torch_function import TorchFunction, jax_dtype
 from autoshard.program.torch_ops import wide_integers
 from autoshard.program.torch_ops.layer_lowerings import without_batch_statistics
 from autoshard.program.torch_ops.module_segments import one_microbatch
-from autoshard.program.torch_ops.torch_gradients import applied_functions
 from autoshard.program.torch_ops.torch_imports import require_torch
 
 
@@ -226,14 +225,9 @@ def from_torch(
             return jax.tree.leaves(forward(*args) if loss is None else loss_of(*args))[0]
 
         args = function.params, batch, *((function.buffers,) if function.buffers else ())
-        with without_batch_statistics() as norms, function.attends_in("plain"), applied_functions() as functions:
-            found = doubled_reduction(traced, args, 1, {key: dims.get(key, -1) for key in batch})
-            own = functions and found.kind is not Reduction.OTHER
-            nonlinear = nonlinear_backward(traced, args) if own else ""
-        if nonlinear:
-            names = " or ".join(f"`{name}`" for name in dict.fromkeys(functions))
-            why = f"`{nonlinear}` of gradients in the `backward` of {names}, which is not linear"
-            found = Reduced(Reduction.OTHER, why)
+        with without_batch_statistics() as norms, function.attends_in("plain"):
+            examples = {key: dims.get(key, -1) for key in batch}
+            found = checked_reduction(lambda: doubled_reduction(traced, args, 1, examples), traced, args)
         return dataclasses.replace(found, norms=bool(norms), closed=closed[0] if closed else "")
 
     return dataclasses.replace(program, reduction=reduction)
@@ -329,7 +323,13 @@ def torch_program(
         count, reduction = train.microbatches * groups, Reduced()
         if train.own_loss and count > 1:
             known = not function.wide
-            reduction = reduction_of(counted, (params, batch, *extra), 1, count) if known else Reduced.unread()
+            given = params, batch, *extra
+
+            def summed() -> Reduced:
+                """Return the reduction of the parts in the loss."""
+                return reduction_of(counted, given, 1, count)
+
+            reduction = checked_reduction(summed, counted, given) if known else Reduced.unread()
         if reduction.why:
             notes = (
                 *notes,

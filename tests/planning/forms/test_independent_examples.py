@@ -170,6 +170,12 @@ def test_a_step_whose_examples_meet_is_not_planned_for_fsdp(name):
     check_planned(form_named("dtensor"), program)
 
 
+def test_microbatches_of_a_nonlinear_backward_are_noted():
+    for function, noted in ((Clamped.apply, True), (Weighted.apply, False)):
+        program = from_torch(Applied(function, 2), X, train=True, loss=squares, microbatches=2)
+        assert any("means over 2 parts" in note and "`Clamped`" in note for note in program.notes) is noted
+
+
 INDEPENDENT = {
     "weighted": (lambda: Applied(Weighted.apply, 3), X, squares, Reduction.MEAN),
     "layers": (lambda: Scanned(False), SEQUENCES, squares, Reduction.MEAN),

@@ -7,6 +7,9 @@ the gradient of the whole batch only if each backward pass is linear.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from autoshard.program.jax.gradient_groups import Reduced, Reduction
+from autoshard.program.torch_ops.torch_gradients import applied_functions
+
 
 _NONLINEAR = {
     *("max", "min", "clamp", "abs", "sign", "round", "floor", "ceil", "rem", "is_finite", "nextafter"),
@@ -20,7 +23,27 @@ _PRODUCTS = {"mul", "dot_general", "conv_general_dilated"}
 """Primitives that are linear in one operand if the others do not depend on the gradient."""
 
 
-def nonlinear_backward(loss: Callable[..., Any], args: Sequence[Any]) -> str:
+def checked_reduction(read: Callable[[], Reduced], loss: Callable[..., Any], args: Sequence[Any]) -> Reduced:
+    """Return the reduction that `read` finds in traces of a loss, or `OTHER` for a `backward` that is not linear.
+
+    - `loss`: function of `args` with the loss as its first result.
+    """
+    import jax
+
+    def first(*given: Any) -> Any:
+        """Return the loss alone."""
+        return jax.tree.leaves(loss(*given))[0]
+
+    with applied_functions() as functions:
+        found = read()
+        nonlinear = _nonlinear_op(first, args) if functions and found.kind is not Reduction.OTHER else ""
+    if not nonlinear:
+        return found
+    names = " or ".join(f"`{name}`" for name in dict.fromkeys(functions))
+    return Reduced(Reduction.OTHER, f"`{nonlinear}` of gradients in the `backward` of {names}, which is not linear")
+
+
+def _nonlinear_op(loss: Callable[..., Any], args: Sequence[Any]) -> str:
     """Return the name in JAX of the first nonlinear operation in the backward pass of a loss; empty without one.
 
     - `loss`: function whose one result is differentiated.
