@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autoshard.program.jax.gradient_groups import Reduced, Reduction
+from autoshard.program.kernels.pallas_grid import inner_jaxprs
 from autoshard.program.torch_ops.torch_gradients import applied_functions
 
 
@@ -71,17 +72,6 @@ def _nonlinear_op(loss: Callable[..., Any], args: Sequence[Any]) -> str:
     return reader.found
 
 
-def _inner(eqn: Any) -> list[Any]:
-    """Return the open jaxprs among the parameters of an equation."""
-    found = []
-    for value in eqn.params.values():
-        for each in value if isinstance(value, tuple | list) else (value,):
-            opened = getattr(each, "jaxpr", each)
-            if hasattr(opened, "eqns"):
-                found.append(opened)
-    return found
-
-
 class _Linearity:
     """A search for the first operation that is not linear in the values that depend on the gradient."""
 
@@ -102,7 +92,7 @@ class _Linearity:
 
     def _results(self, eqn: Any, used: list[bool]) -> list[bool]:
         """Return, for each result of an equation, True if it depends on the gradient; calls are read inside."""
-        name, inner = eqn.primitive.name, _inner(eqn)
+        name, inner = eqn.primitive.name, list(inner_jaxprs(eqn))
         if name == "scan":
             return self._scanned(inner[0], used, eqn.params["num_consts"], eqn.params["num_carry"])
         if name == "cond":
