@@ -28,7 +28,7 @@ from autoshard.cost import (
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.planning.explain.write_plan import WhenAsked, Writer
 from autoshard.planning.forms.export_forms import Form, Rest, check_names, form_named
-from autoshard.planning.forms.independent_examples import check_planned, shares_examples
+from autoshard.planning.forms.independent_examples import check_planned, shares_examples, with_own_examples
 from autoshard.planning.forms.lost_values import as_held
 from autoshard.planning.forms.within_form import BestWithin, plan_within
 from autoshard.planning.mesh.mesh_searcher import MeshOutcome, Phases, Searcher
@@ -160,9 +160,12 @@ def make_plan(
         raise UserError(f"{options.candidates} candidates are asked for; the plan itself is one.")
     figures = priced_with(options, parsed)
     phases.start("extract", "reading the program's ops and their sharding rules")
+    unlowered = program
     program = lift_constraints(program) if options.ignore_constraints else program
     program = lowered_for(program, parsed.traits.platform)
     reading = analyse_program(program, parsed, running.kept)
+    if form is not None and form.gathers:
+        reading = with_own_examples(unlowered, reading)
     crew = running.crew or WorkerCrew()
     crew.progress = phases.progress
     share(crew, program, reading)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.planning.forms.independent_examples import own_examples
 from autoshard.planning.price.analysed_program import analyse_program
 from autoshard.planning.price.evaluate import evaluate
 from autoshard.planning.record.plan_record import Plan
@@ -116,7 +117,7 @@ def with_split_batch(plan: Plan, program: Program, apart: bool) -> Plan:
     - `apart`: True for a form whose processes compute their own examples. No other dim of an input is split there, and
       inputs without examples are whole.
     """
-    examples = analyse_program(program, "cpu").groups.examples
+    examples = own_examples(program).dims if apart else analyse_program(program, "cpu").groups.examples
     specs = [plan.arguments[a.name].of_rank(len(a.shape)) for a in program.arguments]
     axes = plan.batch_axes or max(
         (specs[position].dims[dim] for position, dim in examples.items()), key=len, default=()

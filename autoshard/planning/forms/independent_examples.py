@@ -1,9 +1,15 @@
 """Check that a step is a mean over independent examples, which forms that gather parameters rely on."""
 
+import dataclasses
+import itertools
+from collections.abc import Mapping
+
+from autoshard.base.shared_results import shared
 from autoshard.errors import FormError, UserError
 from autoshard.planning.forms.export_forms import Form
-from autoshard.planning.price.analysed_program import analyse_program
+from autoshard.planning.price.analysed_program import AnalysedProgram, analyse_program
 from autoshard.planning.record.plan_record import Plan
+from autoshard.planning.space.dim_groups import tensor_groups
 from autoshard.program import Program, Reduced, Reduction, Role
 
 
@@ -11,23 +17,82 @@ _NORMS = (
     "Batch norms have the statistics of each process's part of the batch, as always in FSDP; those of the planned step "
     "are of the whole batch, as `torch.nn.SyncBatchNorm` computes them on GPUs."
 )
+_UNTIED = 3
+"""Most inputs untied to the batch that are tried as shared by all examples."""
 
 
-def examples_reduction(program: Program) -> Reduced | None:
-    """Return the `Reduced` of the examples in a step, each input cut along its dim of examples, if it has one.
+@dataclasses.dataclass(frozen=True, slots=True)
+class OwnExamples:
+    """The examples of a step in a form whose processes compute the step on their own examples."""
 
-    None for a program that is no torch module of the user's.
+    dims: Mapping[int, int]
+    """Position of each batch argument with examples -> the dim that counts them. Others are whole in each process."""
+    reduction: Reduced | None
+    """The reduction of the examples; None for a program that is no torch module of the user's."""
+
+
+def own_examples(program: Program) -> OwnExamples:
+    """Return the dims of examples with which the step can be computed in parts, and their reduction.
+
+    Dim groups count the first dim of an input as examples even if no op ties it to the batch. If the examples then meet
+    in the step, or its loss cannot be read, inputs such as a grid or a table of prototypes are read as shared.
     """
-    if program.reduction is None:
-        return None
-    examples = analyse_program(program, "cpu").groups.examples
-    return program.reduction(
-        {
-            argument.name.removeprefix("batch."): examples.get(position, -1)
+    # The program is part of the result, since its id is unique only as long as it exists.
+    return shared("own examples", id(program), lambda: (program, _own_examples(program)), 2)[1]
+
+
+def with_own_examples(program: Program, reading: AnalysedProgram) -> AnalysedProgram:
+    """Return an analysis of a program whose dim groups have the examples of `own_examples`."""
+    if not _untied(reading):
+        return reading
+    groups = dataclasses.replace(reading.groups, examples=own_examples(program).dims)
+    return dataclasses.replace(reading, groups=groups)
+
+
+def _own_examples(program: Program) -> OwnExamples:
+    """Return `own_examples` of a program; of equally good readings that with the fewest shared inputs."""
+    reading = analyse_program(program, "cpu")
+    examples, reduction = dict(reading.groups.examples), program.reduction
+    if reduction is None:
+        return OwnExamples(examples, None)
+
+    def read(dims: Mapping[int, int]) -> OwnExamples:
+        """Return the examples with the reduction of these dims."""
+        named = {
+            argument.name.removeprefix("batch."): dims.get(position, -1)
             for position, argument in enumerate(program.arguments)
             if argument.role is Role.BATCH
         }
-    )
+        return OwnExamples(dims, reduction(named))
+
+    found = read(examples)
+    untied = _untied(reading)
+    for number in range(1, 1 + len(untied) if len(untied) <= _UNTIED else 1):
+        for whole in itertools.combinations(untied, number):
+            if _doubts(found.reduction) == 0:
+                return found
+            found = min(found, read({p: dim for p, dim in examples.items() if p not in whole}), key=_doubts_of)
+    return found
+
+
+def _untied(reading: AnalysedProgram) -> list[int]:
+    """Return the positions of arguments with examples that no op ties to the batch."""
+    groups, tensors = reading.groups, reading.graph.arguments
+    of = {p: tensor_groups(reading.structure, groups.of_factor, tensors[p]) for p in groups.examples}
+    return [position for position, own in of.items() if groups.batch not in own]
+
+
+def _doubts_of(examples: OwnExamples) -> int:
+    """Return the doubts in a reading's reduction."""
+    return _doubts(examples.reduction)
+
+
+def _doubts(reduction: Reduced | None) -> int:
+    """Return 0 if parts of the batch give the step, up to 3 if examples meet."""
+    if reduction is None or reduction.closed:
+        return 0
+    order = {Reduction.COMBINED: 1, Reduction.OTHER: 3}
+    return order.get(reduction.kind, 2 if reduction.why else 0)
 
 
 def shares_examples(plan: Plan) -> bool:
@@ -39,7 +104,7 @@ def shares_examples(plan: Plan) -> bool:
 
 def check_planned(form: Form, program: Program) -> None:
     """Raise `UserError` if examples meet in a step that is to be planned for a form that gathers parameters."""
-    if meeting := _meeting(form, examples_reduction(program) if form.gathers else None):
+    if meeting := _meeting(form, own_examples(program).reduction if form.gathers else None):
         raise UserError(
             f"{meeting}; plan with --for dtensor or --for torch-xla, or without --for and run "
             "`plan.distribute(module, mesh)`."
@@ -54,7 +119,7 @@ def examples_sentence(plan: Plan, form: Form, program: Program | None, force: bo
     """
     if not form.gathers or program is None or not shares_examples(plan):
         return ""
-    reduction = examples_reduction(program)
+    reduction = own_examples(program).reduction
     if reduction is None:
         return ""
     meeting = _meeting(form, reduction)

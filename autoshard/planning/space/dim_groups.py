@@ -2,9 +2,10 @@
 
 import dataclasses
 import itertools
+import math
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from autoshard.graph import ROTATE, FactorKind, Op, OpGraph, Structure
 from autoshard.planning.xla.axis_assignments import WHOLE, States, relabel
@@ -177,7 +178,7 @@ def _describe(
         elif argument.role is Role.BATCH and groups:
             inputs[position] = groups
     data = [groups for groups in inputs.values() if groups[0] is not None]
-    batch = _batch(data, holders)
+    batch = _batch(data, holders, lambda: _stored_by_group(graph, structure, of_factor))
     sequence = next((g[1] for g in data if len(g) > 1 and g[1] is not None and g[1] not in holders), None)
     # The inner dim of an MLP is shared by two matrices. A residual stream is shared by more, or is a dim of the data.
     shifted, stages = _shifted(graph, structure, of_factor)
@@ -211,18 +212,38 @@ def _describe(
     )
 
 
-def _batch(data: Sequence[Sequence[int | None]], held: Collection[int]) -> int | None:
+def _batch(
+    data: Sequence[Sequence[int | None]], held: Collection[int], stored: Callable[[], Mapping[int | None, int]]
+) -> int | None:
     """Return the group of examples: the first dim of batch arguments; None if `data` is empty.
 
     - `data`: groups of the dims of each batch argument whose first dim has one.
     - `held`: groups of dims of parameters.
+    - `stored`: function that returns the elements of tensors with a dim of each group.
 
     An input such as a table of positions or a bias for each head has no examples. Its first dim is an inner dim of
-    another input, or a dim of parameters. Among other first dims, that of most inputs is chosen.
+    another input, or a dim of parameters. Among other first dims, that of most inputs is chosen, then that of most
+    elements.
     """
     firsts = Counter(groups[0] for groups in data)
     inner = {group for groups in data for group in groups[1:]}
-    return min(firsts, key=lambda group: (group in inner, group in held, -firsts[group]), default=None)
+    ranks = {group: (group in inner, group in held, -count) for group, count in firsts.items()}
+    best = [group for group, rank in ranks.items() if rank == min(ranks.values())]
+    if len(best) < 2:
+        return next(iter(best), None)
+    elements = stored()
+    return max(best, key=lambda group: elements.get(group, 0))
+
+
+def _stored_by_group(
+    graph: OpGraph, structure: Structure, of_factor: dict[tuple[int, int], int]
+) -> Counter[int | None]:
+    """Return the elements of all tensors that have a dim of each group."""
+    found: Counter[int | None] = Counter()
+    for tensor, each in enumerate(graph.tensors):
+        for group in set(tensor_groups(structure, of_factor, tensor)):
+            found[group] += math.prod(each.shape)
+    return found
 
 
 def _examples(

@@ -15,7 +15,7 @@ from autoshard import UserError
 from autoshard.errors import FormError
 from autoshard.exports import export_plan
 from autoshard.planning import form_named
-from autoshard.planning.forms.independent_examples import check_planned, examples_reduction
+from autoshard.planning.forms.independent_examples import check_planned, own_examples
 from autoshard.planning.price.analysed_program import analyse_program, planned_part
 from autoshard.program import Reduction, from_torch
 
@@ -208,7 +208,7 @@ def test_steps_of_independent_examples_are_planned(name):
     make, inputs, loss, kind = INDEPENDENT[name]
     program = from_torch(make(), inputs, train=True, loss=loss)
     check_planned(form_named("fsdp2"), program)
-    reduction = examples_reduction(program)
+    reduction = own_examples(program).reduction
     assert reduction is not None and reduction.kind is kind, reduction
     assert reduction.norms == (name == "convolution")
     assert pickle.loads(pickle.dumps(planned_part(program))).module == program.module, "helpers receive it"
@@ -272,7 +272,7 @@ def attending() -> autoshard.Program:
 
 def test_attention_of_a_gpus_kernel_keeps_examples_apart() -> None:
     program = attending()
-    reduction = examples_reduction(program)
+    reduction = own_examples(program).reduction
     assert reduction is not None and reduction.kind is not Reduction.OTHER, reduction
     check_planned(form_named("fsdp2"), program)
 
@@ -311,12 +311,40 @@ def test_inputs_without_examples_are_whole_in_every_process(shared: tuple[int, .
     groups = analyse_program(program, "cpu").groups
     named = {program.arguments[position].name: dim for position, dim in groups.examples.items()}
     assert named == {"batch.x": 0, "batch.targets": 0}
-    reduction = examples_reduction(program)
+    reduction = own_examples(program).reduction
     assert reduction is not None and reduction.kind is Reduction.MEAN and not reduction.why
     plan = autoshard.plan(program, topology="cpu:4", mesh={"data": 4}, form=form, pins={"batch.x": "data,None,None"})
     code: dict[str, object] = {}
     exec(export_plan(plan, "fsdp2", program, force=True), code)
     assert code["INPUTS"] == {"a": None, "x": 0, "targets": 0}
+
+
+class Scored(nn.Module):
+    """A layer whose results are compared with prototypes, or weighted by a function of a grid."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+
+    def forward(self, x, shared):
+        if shared.shape[1] == 2:
+            return self.up(x) * torch.sin(shared @ shared.new_ones(2, 16)).mean(0)
+        return self.up(x) @ shared.T
+
+
+@pytest.mark.parametrize("shape", [(12, 16), (8, 16), (8, 2)])
+def test_inputs_that_no_op_ties_to_the_batch_are_whole_if_examples_would_meet(shape: tuple[int, int]):
+    loss = lambda out: (out - 1).square().mean()  # noqa: E731
+    program = from_torch(Scored(), (torch.randn(8, 16), torch.randn(*shape)), train=True, loss=loss)
+    own = own_examples(program)
+    assert {program.arguments[position].name: dim for position, dim in own.dims.items()} == {"batch.x": 0}
+    assert own.reduction is not None and own.reduction.kind is Reduction.MEAN and not own.reduction.why
+    for form in ("fsdp2", None):
+        pins = {"batch.x": "data,None"}
+        plan = autoshard.plan(program, topology="cpu:4", mesh={"data": 4}, form=form, pins=pins)
+        code: dict[str, object] = {}
+        exec(export_plan(plan, "fsdp2", program, force=True), code)
+        assert code["INPUTS"] == {"shared": None, "x": 0}
 
 
 @dataclasses.dataclass
