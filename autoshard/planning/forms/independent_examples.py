@@ -34,8 +34,8 @@ class OwnExamples:
 def own_examples(program: Program) -> OwnExamples:
     """Return the dims of examples with which the step can be computed in parts, and their reduction.
 
-    Dim groups count the first dim of an input as examples even if no op ties it to the batch. If the examples then meet
-    in the step, or its loss cannot be read, inputs such as a grid or a table of prototypes are read as shared.
+    Dim groups count the first dim of an input as examples even if no op ties it to the batch. All examples share such
+    an input, for instance a grid or a table of prototypes, if they would meet in the step otherwise.
     """
     # The program is part of the result, since its id is unique only as long as it exists.
     return shared("own examples", id(program), lambda: (program, _own_examples(program)), 2)[1]
