@@ -68,7 +68,30 @@ class InPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient
+        return gradient * 3
+
+
+class Averaged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, average):
+        average.mul_(0.5).add_(x.mean(0))
+        return x * average
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2, None
+
+
+class Masked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        mask = (x > 0).to(x.dtype)
+        ctx.mark_non_differentiable(mask)
+        return x * mask, mask
+
+    @staticmethod
+    def backward(ctx, of_x, of_mask):
+        return of_x * 2 + of_mask
 
 
 def without(x):
@@ -138,6 +161,24 @@ def of_two(x):
     return one + two
 
 
+def written_in_place(x):
+    h, part = x * 1, x * 2
+    y = InPlace.apply(h)
+    InPlace.apply(part[1:])
+    return h * x + y + part * x
+
+
+def average_written(x):
+    average = torch.ones(6)
+    y = Averaged.apply(x, average)
+    return y + average * x
+
+
+def masked(x):
+    y, mask = Masked.apply(x)
+    return y * x + mask * x
+
+
 def computed_again(x):
     y = checkpoint(lambda a: Sign.apply(a.sin()) * a, x, use_reentrant=False)
     return y + checkpoint(lambda a: a.sin() * a, x, use_reentrant=True)
@@ -158,6 +199,7 @@ def bound_before_and_computed_again(x):
 
 
 BODIES += [straight_through, reversed_, of_two, computed_again, bound_before, bound_before_and_computed_again]
+BODIES += [written_in_place, average_written, masked]
 
 
 def module_of(body):
@@ -183,9 +225,26 @@ def test_gradients_are_torchs(body):
     close(jax.jit(jax.grad(lambda x: run(x).sum()))(x), given.grad.numpy(), 1e-6)
 
 
-def test_a_function_that_writes_in_place_is_refused():
-    with pytest.raises(UserError, match="an autograd.Function that writes in place"):
-        from_torch(module_of(lambda x: InPlace.apply(x * 1)), (torch.zeros(4, 6),))
+class Normed(torch.nn.Module):
+    """A layer whose autograd function writes to its buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(6, 6)
+        self.register_buffer("average", torch.ones(6))
+
+    def forward(self, x):
+        return Averaged.apply(self.up(x), self.average)
+
+
+def test_a_function_writes_to_a_buffer():
+    torch.manual_seed(0)
+    module, x = Normed(), torch.randn(4, 6)
+    program = from_torch(module, (x,), train=True, optimizer="sgd", loss=lambda out: out.square().mean())
+    params, state, _, buffers = program.make_args(0)
+    outputs = jax.jit(program.fn)(params, state, {"x": x.numpy()}, buffers)
+    module(x)
+    close(outputs[2]["average"], module.average.numpy(), 1e-6)
 
 
 def test_backward_hooks_are_named_in_a_note():

@@ -194,6 +194,7 @@ class _Context:
         self.needs_input_grad = needed
         self.saved_tensors: tuple[Any, ...] = ()
         self.materialize_grads = True
+        self.undifferentiated: tuple[Any, ...] = ()
 
     def save_for_backward(self, *tensors: Any) -> None:
         """Store tensors, which `backward` reads as `saved_tensors`; an earlier call's are replaced."""
@@ -207,18 +208,19 @@ class _Context:
         self.materialize_grads = value
 
     def mark_non_differentiable(self, *tensors: Any) -> None:
-        """Ignore the tensors: `backward` returns no gradient of them."""
+        """Store tensors, through which no gradient passes."""
+        self.undifferentiated = tensors
 
     def mark_dirty(self, *tensors: Any) -> None:
-        """Raise `NotImplementedError`, since writes in place have no lowering here."""
-        raise NotImplementedError("an autograd.Function that writes in place (`mark_dirty`)")
+        """Ignore the tensors: a write shows in their values."""
 
 
 def _apply(env: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the results of an autograd function for torchax tensors, with its own `backward` as the derivative.
 
     If no positional argument needs a gradient, or under `no_grad`, `forward` alone runs. Gradients are cast to the
-    dtypes of the inputs.
+    dtypes of the inputs. Writes of `forward` reach the tensors that were given: an input that it returns has the
+    function's derivative, and no gradient passes through another.
 
     - `function`: subclass of `torch.autograd.Function`.
 
@@ -252,7 +254,15 @@ def _apply(env: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         outputs, record["result"] = _pytree.tree_flatten(result)
         record["tensors"] = [i for i, each in enumerate(outputs) if isinstance(each, torch.Tensor)]
         record["others"] = [None if isinstance(each, torch.Tensor) else each for each in outputs]
-        return context, env.t2j_iso([outputs[i] for i in record["tensors"]])
+        ends = [env.t2j_iso(outputs[i]) for i in record["tensors"]]
+        numbers = {id(each): i for i, each in zip(record["tensors"], ends, strict=True)}
+        stopped = {id(env.t2j_iso(each)) for each in context.__dict__.pop("undifferentiated")}
+        record["stopped"] = [n for n, each in enumerate(ends) if id(each) in stopped]
+        after = [env.t2j_iso(filled[i]) for i in places]
+        written = [n for n, (old, new) in enumerate(zip(given, after, strict=True)) if new is not old]
+        record["written"] = [(places[n], numbers.get(id(after[n]))) for n in written]
+        record["stopped"] += range(len(ends), len(ends) + len(written))
+        return context, ends + [after[n] for n in written]
 
     def plain(*given: Any) -> list[Any]:
         """Return the result tensors as JAX values."""
@@ -277,7 +287,7 @@ def _apply(env: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
             context = _Context(needed)
             context.__dict__.update(_pytree.tree_unflatten(values, record["context"]))
             given: list[Any] = [None] * len(record["others"])
-            for i, gradient in zip(record["tensors"], gradients, strict=True):
+            for i, gradient in zip(record["tensors"], gradients, strict=False):
                 given[i] = env.j2t_iso(gradient) if has_gradient(gradient) else None
             try:
                 grads = function.backward(context, *given)
@@ -300,9 +310,16 @@ def _apply(env: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         results = differentiated(*arrays)
     else:
         results = plain(*arrays)
+    for n in record["stopped"]:
+        results[n] = jax.lax.stop_gradient(results[n])
     outputs = list(record["others"])
-    for i, tensor in zip(record["tensors"], env.j2t_iso(results), strict=True):
+    tensors = env.j2t_iso(results)
+    for i, tensor in zip(record["tensors"], tensors, strict=False):
         outputs[i] = tensor
+    for (place, returned), tensor in zip(record["written"], tensors[len(record["tensors"]) :], strict=True):
+        leaves[place].copy_(tensor if returned is None else outputs[returned])
+        if returned is not None:
+            outputs[returned] = leaves[place]
     return _pytree.tree_unflatten(outputs, record["result"])
 
 
