@@ -63,12 +63,16 @@ class PlacedGradient:
         """Return the gradient in the hook's placements; a plain tensor is returned unchanged."""
         if not isinstance(gradient, DTensor):
             return gradient
-        known = gradient._spec.tensor_meta
-        if known is not None and known.dtype != gradient.dtype:
-            # Under autocast, DTensor gives gradients of norms the dtype of the results, of which optimizers fail.
-            shard, places, mesh = gradient._local_tensor, gradient.placements, gradient.device_mesh
-            sizes = {"shape": gradient.shape, "stride": gradient.stride()}
-            gradient = DTensor.from_local(shard, mesh, places, run_check=False, **sizes)
+        known, shard, stride = gradient._spec.tensor_meta, gradient._local_tensor, gradient.stride()
+        # Under autocast, DTensor gives gradients of norms the dtype of the results, of which optimizers fail. After an
+        # all-gather it states the strides of before, of which views fail.
+        dims = [dim for dim, size in enumerate(shard.shape) if size > 1]
+        gathered = sorted(dims, key=shard.stride) != sorted(dims, key=gradient.stride)
+        if gathered:
+            shard, stride = shard.contiguous(), torch.empty(gradient.shape, device="meta").stride()
+        if gathered or known is not None and known.dtype != gradient.dtype:
+            sizes = {"shape": gradient.shape, "stride": stride}
+            gradient = DTensor.from_local(shard, gradient.device_mesh, gradient.placements, run_check=False, **sizes)
         return gradient if list(gradient.placements) == self._places else gradient.redistribute(placements=self._places)
 
 

@@ -275,12 +275,13 @@ def test_values_between_layers_are_placed_as_planned(tmp_path: Path) -> None:
 KINDS = {"all-gather": "all_gather_into_tensor", "all-reduce": "all_reduce", "reduce-scatter": "reduce_scatter_tensor"}
 
 
-SUMMED = """
+GRADIENTS = """
 import json, os, sys
 os.environ.update(RANK=sys.argv[1], WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=sys.argv[2])
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn.functional import scaled_dot_product_attention
 from autoshard.exec.dtensor.split_ops import SplitOps
 torch.distributed.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (2,))
@@ -289,13 +290,28 @@ given = distribute_tensor(plain, mesh, [Shard(0)]).requires_grad_()
 with SplitOps(mesh):
     out = distribute_tensor(plain, mesh, [Shard(0)]) + (given * 3).sum()
 out.sum().backward()
-print(json.dumps(given.grad.full_tensor().tolist()))
+def attend(queries, keys):
+    queries, keys = (each.view(2, 8, 4, 4).transpose(1, 2) for each in (queries, keys))
+    return scaled_dot_product_attention(queries, keys, keys).square().sum()
+torch.manual_seed(0)
+values = [torch.randn(2, 8, 16, requires_grad=True) for _ in range(2)]
+attend(*values).backward()
+split = [distribute_tensor(each.detach(), mesh, [place]).requires_grad_()
+         for each, place in zip(values, (Shard(2), Replicate()))]
+with SplitOps(mesh):
+    loss = attend(*split)
+loss.backward()
+away = max(float((one.grad - other.grad.full_tensor()).abs().max()) for one, other in zip(values, split))
+print(json.dumps([given.grad.full_tensor().tolist(), away]))
 torch.distributed.destroy_process_group()
 """
 
 
-def test_a_sum_that_is_added_to_split_values_has_the_whole_gradient() -> None:
-    assert run_workers(SUMMED, []) == [[[24.0, 24.0]] * 4] * 2
+def test_gradients_of_split_values_are_torchs() -> None:
+    """Add a sum to split values, and attend by split heads of queries to whole keys, whose gradient is gathered."""
+    for summed, away in run_workers(GRADIENTS, []):
+        assert summed == [[24.0, 24.0]] * 4
+        assert away < 1e-5
 
 
 SELECTING = """
