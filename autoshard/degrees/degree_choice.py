@@ -73,7 +73,9 @@ def gpu_decoder(program: str) -> Decoder:
         )
     decoder = config_dims(fields, Decoder)
     if decoder is None:
-        raise UserError(f"{name} does not state all dims of a decoder; degrees are chosen for stated dims.")
+        raise UserError(
+            f"{name} does not state all sizes of a {fields['model_type']}; add those that are its defaults."
+        )
     if decoder.dense_layers or decoder.shared_experts:
         raise UserError(f"{name} has mixtures with dense layers or shared experts, which are not priced.")
     return decoder

@@ -160,7 +160,9 @@ def config_dims(fields: Mapping[str, Any], record: type[Dims]) -> Dims | None:
             experts = {"experts": fields["num_local_experts"], "active_experts": fields["num_experts_per_tok"]}
             return record(**_sizes(fields), **experts)
         if kind == "qwen3_moe" and not fields.get("mlp_only_layers") and fields.get("decoder_sparse_step", 1) == 1:
-            experts = {"experts": fields["num_experts"], "active_experts": fields["num_experts_per_tok"]}
+            # transformers 5 saves the number of experts under another name than the hub's files have.
+            count = fields["num_experts" if "num_experts" in fields else "num_local_experts"]
+            experts = {"experts": count, "active_experts": fields["num_experts_per_tok"]}
             return record(**_sizes(fields), **experts, expert_width=fields["moe_intermediate_size"], qk_norm=True)
         if kind == "deepseek_v3":
             return record(**_latent_experts(fields))

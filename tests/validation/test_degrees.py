@@ -93,8 +93,14 @@ QWEN3_30B = {
 }
 
 
+def test_experts_are_read_by_either_name(tmp_path: Path) -> None:
+    saved = {"num_local_experts" if key == "num_experts" else key: value for key, value in QWEN3_30B.items()}
+    (tmp_path / "saved.json").write_text(json.dumps(saved))
+    assert gpu_decoder(f"hf:{tmp_path / 'saved.json'}").experts == 128
+
+
 def test_dims_that_are_not_priced(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="open does not state all dims of a decoder"):
+    with pytest.raises(UserError, match="open does not state all sizes of a llama; add those"):
         gpu_decoder(_config(tmp_path / "open.json", vocab_size=None))
 
 

@@ -248,8 +248,25 @@ class SpecSearch:
         return {name: tensor_spec(self.model, choices, tensor) for name, tensor in self.tensors.items()}
 
     def expressed(self, specs: Mapping[str, Spec]) -> dict[str, Spec | None]:
-        """Return specs of arguments as the form expresses them."""
-        return expressible_specs(self.form, specs, self.shapes, self.roles, self.model.mesh.axes)
+        """Return specs of arguments as the form expresses them.
+
+        A form that gathers splits all inputs along their examples alike: each process computes its own.
+        """
+        given = expressible_specs(self.form, specs, self.shapes, self.roles, self.model.mesh.axes)
+        if not self.form.gathers:
+            return given
+        dims = {self.model.program.arguments[position].name: dim for position, dim in self.groups.examples.items()}
+        split = {
+            name: spec.of_rank(len(self.shapes[name])).dims[dims[name]] for name in dims if (spec := given.get(name))
+        }
+        axes = max(split.values(), key=len, default=())
+        parts = math.prod(self.model.mesh.axes[axis] for axis in axes)
+        for name in self.tensors:
+            if self.roles[name] == Role.BATCH and name not in self.pinned:
+                own = dims.get(name, -1)
+                own = own if own >= 0 and self.shapes[name][own] % parts == 0 else -1
+                given[name] = Spec(tuple(axes if dim == own else () for dim in range(len(self.shapes[name]))))
+        return given
 
     def price_specs(self, specs: Mapping[str, Spec] | None) -> None:
         """Price a set of specs once, as the form expresses it, and store it if it is the best so far.

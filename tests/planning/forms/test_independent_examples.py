@@ -319,6 +319,15 @@ def test_inputs_without_examples_are_whole_in_every_process(shared: tuple[int, .
     assert code["INPUTS"] == {"a": None, "x": 0, "targets": 0}
 
 
+def test_inputs_are_split_alike_where_pins_leave_no_gathered_parameters() -> None:
+    module = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 10))
+    x, targets = torch.randn(8, 16), torch.zeros(8, dtype=torch.long)
+    program = from_torch(module, x, targets=targets, train=True, loss=F.cross_entropy)
+    pins = {"batch.input": "data,None", "0.weight": "model,None", "2.weight": "data,model"}
+    plan = autoshard.plan(program, topology="h100:4", mesh={"data": 2, "model": 2}, form="fsdp2", pins=pins)
+    assert plan.arguments["batch.targets"].dims == (("data",),)
+
+
 class Scored(nn.Module):
     """A layer whose results are compared with prototypes, or weighted by a function of a grid."""
 
