@@ -1,6 +1,7 @@
 """Forms that gather parameters run each process's own examples, so steps whose examples meet are refused there."""
 
 import dataclasses
+import json
 import pickle
 from pathlib import Path
 
@@ -319,13 +320,15 @@ def test_inputs_without_examples_are_whole_in_every_process(shared: tuple[int, .
     assert code["INPUTS"] == {"a": None, "x": 0, "targets": 0}
 
 
-def test_inputs_are_split_alike_where_pins_leave_no_gathered_parameters() -> None:
-    module = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 10))
-    x, targets = torch.randn(8, 16), torch.zeros(8, dtype=torch.long)
-    program = from_torch(module, x, targets=targets, train=True, loss=F.cross_entropy)
-    pins = {"batch.input": "data,None", "0.weight": "model,None", "2.weight": "data,model"}
-    plan = autoshard.plan(program, topology="h100:4", mesh={"data": 2, "model": 2}, form="fsdp2", pins=pins)
-    assert plan.arguments["batch.targets"].dims == (("data",),)
+def test_inputs_are_split_alike_where_pins_leave_no_gathered_parameters(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = {"model_type": "vit", "image_size": 32, "patch_size": 8, "architectures": ["ViTForImageClassification"]}
+    (tmp_path / "config.json").write_text(json.dumps(config | sizes))
+    pins = {"batch.pixel_values": "data,None,None,None", "*fc1.weight": "model,None", "*fc2.weight": "data,model"}
+    options = {"train": True, "dtype": "float32"}
+    given = {"topology": "h100:4", "mesh": {"data": 2, "model": 2}, "form": "fsdp2", "pins": pins}
+    plan = autoshard.plan(f"hf:{tmp_path}/config.json", program_options=options, **given)
+    assert plan.arguments["batch.labels"].dims == (("data",),)
 
 
 class Scored(nn.Module):
