@@ -221,8 +221,9 @@ def tie(
     """Return argument index -> result index for state that the function returns updated.
 
     A positional argument is tied to the first free part of the result with the same tree structure, shapes and dtypes.
-    A single array counts as state only if it is donated or has a name of state. The output of a layer often has the
-    shape of its input. Donated leaves that no structure explains are tied by shape and dtype, as XLA aliases them.
+    A single array counts as state only if it is donated, has a name of state or is a random key. The output of a layer
+    often has the shape of its input. Donated leaves that no structure explains are tied by shape and dtype, as XLA
+    aliases them.
 
     - `positions`: names of the positional arguments.
     - `treedefs`: their tree structures.
@@ -242,7 +243,8 @@ def tie(
         if count == 0:
             continue
         single = not treedef.children()
-        if single and not donated[position] and not _STATE_NAME.match(positions[position]):
+        named = _STATE_NAME.match(positions[position]) or is_key(argument_avals[start - 1])
+        if single and not donated[position] and not named:
             continue
         match = _match(treedef, [argument_avals[i] for i in own], parts, result_avals, tied)
         if match is not None:
@@ -257,6 +259,11 @@ def tie(
                 tied.add(candidate)
                 break
     return ties
+
+
+def is_key(aval: Aval) -> bool:
+    """Return True for the shape and dtype of keys of `jax.random.PRNGKey`, of `threefry2x32` or `rbg`."""
+    return aval in (((2,), "uint32"), ((4,), "uint32"))
 
 
 def _match(

@@ -135,7 +135,7 @@ def trace(
             leaf,
             optax=in_optax[index],
             tied=index in ties,
-            any_state=bool(ties),
+            any_state=any(not role_rules.is_key(avals[i]) for i in ties),
             container=containers[owner[index]],
         )
         chosen.append(
