@@ -3,11 +3,13 @@
 from autoshard.errors import UserError
 from autoshard.exports.explicit_values import Hint, advice, explicit_hints
 from autoshard.exports.export_text import (
+    DONATES,
     ON_SHARDS,
     STATIC,
     batch_axes,
     comment,
     convolves,
+    donating,
     head,
     order_text,
     partition,
@@ -65,24 +67,24 @@ def hint(place, value):
     spec = at(place)
     return value if spec is None else jax.sharding.reshard(value, spec)
 
-{static}{on_shards}
+{static}{donated}{on_shards}
 def jit(fn, args, mesh=None, **options):
     """`jax.jit` of a step that is written in explicit mode; its results are brought to the plan's specs.
 
-    `args` are its arguments as they were planned, or their shapes. The function that is returned puts its own.
+    `args` are its arguments as they were planned, or their shapes. The function that is returned puts its own.{donates}
     """
     mesh = make_mesh() if mesh is None else mesh
     static = static_positions(fn, len(args), options)
     free, whole = split(args, static)
     bound = (lambda *values: fn(*whole(values))) if static else fn
-{given}    leaves, tree = jax.tree.flatten(free)
+{given}    leaves, tree = jax.tree.flatten(jax.eval_shape(lambda *given: given, *free))
     given = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         for leaf, sharding in zip(leaves, shardings(ARGUMENTS, mesh).values(), strict=True)
     ]
     with jax.set_mesh(mesh):
         outs = jax.tree.structure(jax.eval_shape(bound, *tree.unflatten(given)))
-    step = jax.jit(bound, out_shardings=outs.unflatten(shardings(RESULTS, mesh).values()), **options)
+    step = jax.jit(bound, out_shardings=outs.unflatten(shardings(RESULTS, mesh).values()), **{options})
 
     def run(*args):
         with jax.set_mesh(mesh):
@@ -168,9 +170,13 @@ def explicit_text(plan: Plan, sentence: str, program: Program | None = None) -> 
         on_shards, step = ON_SHARDS.format(parameters="fn", run=_RUN), "on_shards(bound)"
         given = f"    bound = {step}\n"
         batch = f"\nBATCH = {batch_axes(plan)!r}"
+    donated, options = donating(plan, "free, ()")
     return head(plan, (*pinned, *lacks), sentence) + _EXPLICIT.format(
         mesh=f"MESH = {plan.mesh!r}{batch}",
         static=STATIC,
+        donated=donated,
+        donates=DONATES if donated else "",
+        options=options,
         on_shards=on_shards,
         step=step,
         given=given,

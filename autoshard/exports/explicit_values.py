@@ -139,12 +139,18 @@ class _Typer:
         """Add to `reached` the ids of equations whose results reach the step's results without passing through
         gradients.
 
+        A loss that nothing uses counts as a result.
+
         - `used`: True for each result of `jaxpr` that the step uses.
         - `outer`: name stack around `jaxpr`.
 
         All other equations are derivatives, which no code of the step contains.
         """
         wanted = {var for var, use in zip(jaxpr.outvars, used, strict=True) if use and not hasattr(var, "val")}
+        # The loss is used by nothing if the step has its gradients alone (`jax.grad`).
+        atoms = [*jaxpr.outvars, *(atom for eqn in jaxpr.eqns for atom in eqn.invars)]
+        read = {atom for atom in atoms if not hasattr(atom, "val")}
+        wanted |= {var for eqn in jaxpr.eqns for var in eqn.outvars if var not in read}
         for eqn in reversed(jaxpr.eqns):
             stack = _stack(eqn, outer)
             uses = [var in wanted for var in eqn.outvars]

@@ -46,6 +46,38 @@ def split(args, static):
 '''
 """Code of functions that keep static arguments apart; it needs `inspect`."""
 
+DONATED = '''
+DONATED = {{
+{names}}}
+
+
+def donate(args, static, options):
+    """Options that donate the arguments that the plan donates, unless there are such options."""
+    if "donate_argnums" in options or "donate_argnames" in options:
+        return options
+    names, numbers = iter(ARGUMENTS), []
+    for number, arg in enumerate(args):
+        own = [] if number in static else [next(names) in DONATED for _ in jax.tree.leaves(arg)]
+        numbers += [number] if own and all(own) else []
+    return options | {{"donate_argnums": numbers}}
+
+'''
+"""Code of a function that donates arguments as planned."""
+DONATES = " The plan's donated\n    arguments are donated, unless `options` name others."
+"""Sentence of a docstring on such code."""
+
+
+def donating(plan: Plan, args: str) -> tuple[str, str]:
+    """Return the code that a plan with donated arguments adds to an export, and the options of its `jax.jit`.
+
+    `args` are the first two arguments of the function, as code.
+    """
+    if not plan.donated:
+        return "", "options"
+    names = "".join(f"    {name!r},\n" for name in plan.donated)
+    return DONATED.format(names=names), f"donate({args}, options)"
+
+
 ON_SHARDS = '''
 
 def on_shards({parameters}):
@@ -160,6 +192,12 @@ def unpinned(
         lacks.append(
             "images split in space; XLA then gives wrong gradients of some convolutions and pools (docs/limits.md)."
         )
+    writes = sum(op.kind in _WRITES for op in plan.ops)
+    if rest is Rest.XLA and writes and _splits_images(plan):
+        lacks.append(
+            f"the barriers around {writes} kinds of writes by index; in a dim that is split, XLA may write other elements "
+            "(docs/limits.md): compare with `plan.jit`, which has them."
+        )
     if plan.regions and not on_shards and not held:
         lacks.append(
             f"the {len(plan.regions)} convolutions and pools that the plan runs shard by shard; they are split some "
@@ -175,6 +213,10 @@ def unpinned(
     if plan.host:
         lacks.append(f"the {len(plan.host)} tensors that the plan has in the hosts' memory; they stay on the devices.")
     return tuple(lacks)
+
+
+_WRITES = ("scatter", "dynamic_update_slice")
+"""Kinds of ops whose elements XLA may miss in a split dim."""
 
 
 def batch_axes(plan: Plan) -> tuple[str, ...]:

@@ -1,11 +1,13 @@
 """Export of a plan to `jax.jit`."""
 
 from autoshard.exports.export_text import (
+    DONATES,
     MAKE_MESH,
     ON_SHARDS,
     STATIC,
     batch_axes,
     convolves,
+    donating,
     head,
     order_text,
     partition,
@@ -33,11 +35,11 @@ def shardings(specs, mesh):
     """One NamedSharding for each name, in the order of the step's flat arguments (or results)."""
     return {{name: NamedSharding(mesh, spec) for name, spec in specs.items()}}
 
-{static}{on_shards}
+{static}{donated}{on_shards}
 def jit(fn, args, mesh=None, **options):
     """`jax.jit(fn)` with the plan's shardings; `args` are its arguments, or their shapes, as they were planned.
 
-    Static arguments are those of `options`, or of a step that is a `jax.jit`.
+    Static arguments are those of `options`, or of a step that is a `jax.jit`.{donates}
     """
     mesh = make_mesh() if mesh is None else mesh
     static = static_positions(fn, len(args), options)
@@ -54,7 +56,7 @@ def jit(fn, args, mesh=None, **options):
         static_argnums=static,
         in_shardings=jax.tree.structure(split(args, static)[0]).unflatten(shardings(ARGUMENTS, mesh).values()),
         out_shardings=outs.unflatten(shardings(RESULTS, mesh).values()),
-        **options,
+        **{options},
     )
 
 
@@ -76,10 +78,14 @@ def jax_text(plan: Plan, sentence: str) -> str:
         on_shards = ON_SHARDS.format(parameters="fn, mesh", run=_RUN)
         step, direct = "on_shards(bound, mesh)", "on_shards(fn, mesh)"
         batch = f"\nBATCH = {batch_axes(plan)!r}"
+    donated, options = donating(plan, "args, static")
     return head(plan, unpinned(plan, on_shards=True), sentence) + _JAX.format(
         mesh=f"MESH = {plan.mesh!r}{batch}",
         on_shards=on_shards,
         static=STATIC,
+        donated=donated,
+        donates=DONATES if donated else "",
+        options=options,
         step=step,
         direct=direct,
         order=f"DEVICE_ORDER = {order_text(plan)}",

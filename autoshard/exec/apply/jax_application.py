@@ -86,7 +86,8 @@ class Application(PlacedPlan):
         """Return a function of the same arguments that runs as planned; see `Plan.jit`. Compilation waits for the first
         call.
 
-        - `donate_argnums`: positions to donate; None for those of the `Program` or of a `jax.jit` function.
+        - `donate_argnums`: positions to donate; None for those of the `Program` or of a `jax.jit` function, else of the
+          plan.
 
         Raises `UserError` if `fn` is neither callable nor a `Program`.
         """
@@ -109,10 +110,34 @@ class Application(PlacedPlan):
 
         fn, donate_argnums = _step_of(fn, donate_argnums)
         call = by_position(fn, args)
-        donate_argnums = call.donated if donate_argnums is None else donate_argnums
+        donate_argnums = call.donated or None if donate_argnums is None else donate_argnums
         step = functional(in_recipe(self.plan, call.fn), call.args)
         abstract = jax.tree.map(_abstract, step.args)
-        return lower_planned(self, step.fn, abstract, _donated(step.fn, abstract, donate_argnums), module)
+        return lower_planned(self, step.fn, abstract, self._donated(step.fn, abstract, donate_argnums), module)
+
+    def _donated(
+        self, fn: Callable[..., Any], abstract: tuple[Any, ...], donate_argnums: int | Sequence[int] | None
+    ) -> tuple[int, ...]:
+        """Return the positions to donate: `donate_argnums`, else the arguments that a `jax.jit` function donates whole,
+        else those that the plan donates whole.
+
+        An argument without arrays is not donated.
+        """
+        import jax
+
+        if donate_argnums is not None:
+            name = getattr(fn, "__name__", "the function")
+            return positions_of("donate_argnums", donate_argnums, len(abstract), name)
+        trace = getattr(fn, "trace", None)
+        flags = (
+            []
+            if trace is None
+            else [[leaf.donated for leaf in jax.tree.leaves(each)] for each in trace(*abstract).args_info[0]]
+        )
+        if not any(map(any, flags)):
+            names = iter(self.plan.arguments)
+            flags = [[next(names, "") in self.plan.donated for _ in jax.tree.leaves(each)] for each in abstract]
+        return tuple(position for position, own in enumerate(flags) if own and all(own))
 
 
 class PlannedFunction:
@@ -171,7 +196,7 @@ class PlannedFunction:
 
     def _donated(self, call: PositionalCall) -> int | Sequence[int] | None:
         """Return the positions to donate: those of the user, else those of a `jax.jit` function."""
-        return call.donated if self.donate_argnums is None else self.donate_argnums
+        return call.donated or None if self.donate_argnums is None else self.donate_argnums
 
     def _compile(self, call: PositionalCall) -> tuple["_Compiled", tuple[Any, ...]]:
         """Return the compiled step for such arguments, from the cache or new, and the pytree of their arrays.
@@ -281,26 +306,3 @@ def _step_of(
     if not callable(fn):
         raise UserError(f"a plan is for a function or an autoshard.Program; found {fn!r}.")
     return fn, donate_argnums
-
-
-def _donated(
-    fn: Callable[..., Any], abstract: tuple[Any, ...], donate_argnums: int | Sequence[int] | None
-) -> tuple[int, ...]:
-    """Return the positions to donate: `donate_argnums`, else the arguments that a `jax.jit` function donates whole.
-
-    An argument without arrays is not donated, and a function that is not jitted donates nothing.
-    """
-    import jax
-
-    if donate_argnums is not None:
-        name = getattr(fn, "__name__", "the function")
-        return positions_of("donate_argnums", donate_argnums, len(abstract), name)
-    trace = getattr(fn, "trace", None)
-    if trace is None:
-        return ()
-    info = trace(*abstract).args_info[0]
-    return tuple(
-        position
-        for position, argument in enumerate(info)
-        if jax.tree.leaves(argument) and all(leaf.donated for leaf in jax.tree.leaves(argument))
-    )

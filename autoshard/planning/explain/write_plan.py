@@ -133,6 +133,7 @@ class Writer:
             choices=" ".join(str(int(c)) for c in choices),
             meshes=meshes,
             host=_on_host(model),
+            donated=tuple(a.name for a in program.arguments if a.donated),
             ops=planned_ops(ledger, prices),
             uses=parameter_uses(model, choices),
             activations=activations(model, choices),

@@ -101,6 +101,8 @@ class Plan:
     """Meshes that the search considered, the chosen one first, then by time; empty if the user gave the mesh."""
     host: tuple[str, ...] = dataclasses.field(default=(), metadata={"absent": ()})
     """Arguments and results in the hosts' memory; absent from a plan's file if there are none."""
+    donated: tuple[str, ...] = dataclasses.field(default=(), metadata={"absent": ()})
+    """Arguments whose memory the results reuse in the predicted peak; absent from a plan's file if there are none."""
     pipeline: PlannedPipeline | None = dataclasses.field(default=None, metadata={"absent": None})
     """Pipeline stages of the step; absent from a plan's file if there are none."""
     ops: tuple[PlannedOp, ...] = dataclasses.field(default=(), metadata={"absent": ()})
@@ -129,8 +131,8 @@ class Plan:
         """Return `fn` as one compiled step under this plan on the present devices, with the same pytrees.
 
         - `fn`: the planned function, or the planned program for its step.
-        - `donate_argnums`: arguments to donate. By default a program or a `jax.jit` function donates its own, and other
-          functions donate nothing.
+        - `donate_argnums`: arguments to donate. By default a program or a `jax.jit` function donates its own. A
+          function that donates none donates what was planned so, as by `autoshard.trace(..., donate_argnums=...)`.
 
         The step moves its arguments to their planned shardings. The step cannot be differentiated: plan the whole
         training step. Raises `UserError` when called with another program than the planned one, and names the argument

@@ -50,11 +50,18 @@ def by_position(fn: Callable[..., Any], args: Sequence[Any], named: Mapping[str,
         donated = (*_positions(options, "donate", fn, count), *by_name)
     if not values and not kwargs:
         return PositionalCall(fn, args, donated=donated)
+    parameters = list(inspect.signature(fn).parameters) if names and options["static_argnums"] else []
+    # With both options, JAX reads a static name as such only where it is passed by name.
+    start = min((at for at in values if at < len(parameters) and parameters[at] in names), default=count)
 
     @functools.wraps(fn)
     def run(*given: Any, **more: Any) -> Any:
-        whole = [values[at] if at in values and each is None else each for at, each in enumerate(given[:count])]
-        return fn(*whole, **fixed | dict(zip(free, given[count:], strict=False)) | more)
+        # This function may be called by another of its kind, which passes static names, without their values.
+        whole = [*given[:count], *(None for _ in range(count - len(given)))]
+        whole = [values[at] if at in values and each is None else each for at, each in enumerate(whole)]
+        last = dict(zip(parameters[start:], whole[start:], strict=False))
+        others = dict(zip(free, given[count:], strict=False)) | {key: more[key] for key in more if key not in names}
+        return fn(*whole[: count - len(last)], **last, **fixed, **others)
 
     run.__dict__["call_options"] = options
     arrays = (*(None if at in values else each for at, each in enumerate(args)), *(kwargs[name] for name in free))

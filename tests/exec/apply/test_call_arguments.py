@@ -10,12 +10,17 @@ import pytest
 
 import autoshard
 from autoshard import UserError
+from autoshard.exports import export_plan
 
 
 def step(params: Any, x: Any, depth: int, scale: float = 2.0, *, kind: str = "relu") -> Any:
     for _ in range(depth):
         x = getattr(jax.nn, kind)(x @ params["w"]) * scale
     return {"w": params["w"] - x.mean()}, x.sum()
+
+
+def named_last(params: Any, x: Any, depth: int, kind: str = "relu") -> Any:
+    return step(params, x, depth, kind=kind)
 
 
 def by_name(params: Any, *, y: Any, x: Any) -> Any:
@@ -112,6 +117,48 @@ def test_donation_is_that_of_jit(donation: Any) -> None:
     kept = jax.device_put(values()[0], run.shardings(params, x, 2)[0]) if params["w"].is_deleted() else params
     same(plan.jit(fn, donate_argnums=())(kept, x, 2), want)
     assert not kept["w"].is_deleted()
+
+
+def trained(w: Any, key: Any, x: Any, rate: Any) -> Any:
+    """Return the updated weights and key of a step of `jax.grad` alone."""
+    gradient = jax.grad(lambda w: jnp.mean((jnp.tanh(x @ w["up"]) @ w["down"]) ** 2))(w)
+    noise = jax.random.normal(key, x.shape[-1:]).sum() * 0
+    return jax.tree.map(lambda value, each: value - rate * each + noise, w, gradient), jax.random.split(key)[0]
+
+
+@pytest.mark.parametrize("form", ["plan", "jax", "explicit"])
+def test_planned_steps_donate_as_traced_and_go_round(form: str) -> None:
+    """Call a step with a raw key and a Python number three times; weights and key are donated by `trace` alone."""
+    params, x = values()
+    made = lambda: ({"up": params["w"] * 1, "down": params["w"] * 2}, jax.random.PRNGKey(0))  # noqa: E731
+    program = autoshard.trace(trained, (*made(), x, 0.1), donate_argnums=(0, 1))
+    pins = {"w.up": "None,model", "x": "data,None"}
+    plan = autoshard.plan(program, topology="cpu:8", mesh={"data": 4, "model": 2}, pins=pins)
+    assert plan.donated == ("w.down", "w.up", "key")
+    run = plan.jit(trained)
+    if form != "plan":
+        code: dict[str, Any] = {}
+        exec(export_plan(plan, form, program, force=True), code)
+        run = code["jit" if form == "jax" else "jit_unchanged"](trained, (*made(), x, 0.1))
+        assert form == "jax" or code["HINTS"], "the loss is used by nothing"
+    state, expected = made(), made()
+    for _ in range(3):
+        before, state, expected = state, run(*state, x, 0.1), trained(*expected, x, 0.1)
+    same(state, expected)
+    assert before[0]["up"].is_deleted()
+
+
+@pytest.mark.parametrize("given", [{}, {"kind": "relu"}, {"kind": "tanh"}])
+def test_static_names_beside_static_positions_are_given_by_name(given: Any) -> None:
+    fn = jax.jit(named_last, static_argnums=(2,), static_argnames=("kind",))
+    params, x = values()
+    plan, _ = planned(fn, {"params": params, "x": x, "depth": 2} | given)
+    for kind in ("relu", "tanh"):
+        if kind == given.get("kind", "relu"):
+            same(plan.jit(fn)(params, x, 2, kind=kind), named_last(params, x, 2, kind))
+        else:
+            with pytest.raises(UserError, match="the computation has changed"):
+                plan.jit(fn)(params, x, 2, kind=kind)
 
 
 def test_a_static_value_without_a_hash_is_refused() -> None:
