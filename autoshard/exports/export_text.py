@@ -195,8 +195,8 @@ def unpinned(
     writes = sum(op.kind in _WRITES for op in plan.ops)
     if rest is Rest.XLA and writes and _splits_images(plan):
         lacks.append(
-            f"the barriers around {writes} kinds of writes by index; in a dim that is split, XLA may write other elements "
-            "(docs/limits.md): compare with `plan.jit`, which has them."
+            f"the barriers around {writes} kinds of writes by index; in a dim that is split, XLA may write other "
+            "elements (docs/limits.md): compare with `plan.jit`, which has them."
         )
     if plan.regions and not on_shards and not held:
         lacks.append(

@@ -8,6 +8,7 @@ from hf_reference import close
 
 from autoshard import UserError
 from autoshard.program import from_torch
+from autoshard.program.jax import optimizers
 
 
 class Attending(torch.nn.Module):
@@ -92,6 +93,55 @@ class Renormalising(torch.nn.Module):
     def forward(self, x):
         self.weight.data.div_(self.weight.data.norm())
         return x @ self.weight
+
+
+class Written(torch.nn.Module):
+    """A layer that writes results of operations to its buffers by `out`, into a view and a pair too."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+        self.register_buffer("unit", torch.zeros(6, 8))
+        self.register_buffer("highest", torch.zeros(6))
+        self.register_buffer("place", torch.zeros(6, dtype=torch.long))
+
+    def forward(self, x):
+        hidden = self.linear(x)
+        with torch.no_grad():
+            torch.nn.functional.normalize(hidden, dim=1, out=self.unit)
+            torch.add(hidden[:2], 1, out=self.unit[2:4])
+            torch.max(hidden, 1, out=(self.highest, self.place))
+        return hidden * self.unit + self.highest[:, None] * self.place[:, None]
+
+
+UPDATING = {
+    "spectral norm": lambda: torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(8, 8)),
+    "older spectral norm": lambda: torch.nn.utils.spectral_norm(torch.nn.Linear(8, 8)),
+    "instance norm": lambda: torch.nn.InstanceNorm1d(6, affine=True, track_running_stats=True),
+    "outputs": Written,
+}
+
+
+@pytest.mark.parametrize("kind", UPDATING)
+def test_modules_that_update_their_buffers_in_training_do_as_torch(kind):
+    """Take two steps of SGD, the second from the first one's buffers."""
+    torch.manual_seed(0)
+    module, x = torch.nn.Sequential(UPDATING[kind]()).train(), torch.randn(6, 8)
+    x = x[None].repeat(2, 1, 1) if kind == "instance norm" else x
+    program = from_torch(module, (x,), train=True, optimizer="sgd", loss=lambda out: out.square().mean())
+    params, state, _, buffers = program.make_args(0)
+    run, optimizer = jax.jit(program.fn), torch.optim.SGD(module.parameters(), lr=optimizers.LEARNING_RATE)
+    for _ in range(2):
+        params, state, buffers, loss = run(params, state, {"input": x.numpy()}, buffers)
+        expected = module(x).square().mean()
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        close(loss, expected.detach().numpy(), 1e-5)
+    for name, buffer in module.named_buffers():
+        if name in buffers:
+            close(buffers[name], buffer.detach().numpy(), 1e-5)
+    assert len(buffers) >= 2
 
 
 @pytest.mark.parametrize("train", [False, True])

@@ -56,13 +56,13 @@ class ModuleMode:
                 norms |= asked
                 _check_average(child)
             else:
-                child.training = child.training and self._trains(type(child))
+                child.training = child.training and (self._trains(type(child)) or _updates_buffers(child))
         return norms
 
     def _trains(self, kind: type) -> bool:
         """Return True if a module of this class may be in training mode.
 
-        Classes of torch and transformers differ in dropout, noise and checkpoints alone.
+        Classes of torch and transformers differ in dropout, noise and checkpoints alone, but for `_updates_buffers`.
         """
         return kind not in self.quiet and not _is_of_torch(kind)
 
@@ -221,6 +221,17 @@ def is_batch_norm(module: Any) -> bool:
     import torch
 
     return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+
+
+def _updates_buffers(module: Any) -> bool:
+    """Return True for a module of torch that updates buffers in training: spectral norms and running instance norms."""
+    import torch
+    from torch.nn.utils.spectral_norm import SpectralNorm
+
+    kinds = (torch.nn.modules.instancenorm._InstanceNorm, torch.nn.utils.parametrizations._SpectralNorm)
+    return isinstance(module, kinds) or any(
+        isinstance(each, SpectralNorm) for each in module._forward_pre_hooks.values()
+    )
 
 
 def _is_of_torch(kind: type) -> bool:

@@ -44,9 +44,9 @@ def lowered_environment() -> Any:
     counted = layer_lowerings.counted_convolution(convolution.func)
     counted_op = dataclasses.replace(convolution, func=counted)
     env._ops[torch.ops.aten.convolution] = counted_op
-    env._ops[torch.nn.functional.batch_norm] = dataclasses.replace(
-        counted_op, torch_op=torch.nn.functional.batch_norm, func=layer_lowerings.batch_norm, is_jax_function=False
-    )
+    for norm in (layer_lowerings.batch_norm, layer_lowerings.instance_norm):
+        operation = getattr(torch.nn.functional, norm.__name__)
+        env._ops[operation] = dataclasses.replace(counted_op, torch_op=operation, func=norm, is_jax_function=False)
     for name in saved_values.POINTWISE:
         packet = getattr(torch.ops.aten, name)
         for operation in (packet, packet.default):

@@ -5,7 +5,7 @@ Like the elementary lowerings they leave dims unmerged and follow torch's dtypes
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from autoshard.errors import UserError
@@ -202,34 +202,68 @@ def batch_norm(
     are used. In training the running ones are updated in place. Statistics are plain means over batch and space, so
     that a split batch needs one small all-reduce.
     """
+    dims = (0, *range(2, x.ndim))
+    running = (running_mean, running_var)
+    if (training or running_mean is None) and _left_out:
+        _left_out[-1].append("batch_norm")
+        return _normed(x, running, weight, bias, None, 0.0, eps)
+    return _normed(x, running, weight, bias, dims if training or running_mean is None else (), momentum, eps)
+
+
+def instance_norm(
+    x: Any,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """Lower `torch.nn.functional.instance_norm` for torch tensors [B, C, ...]; the result has the dtype of `x`.
+
+    It is computed as `batch_norm`, with statistics of each example over space. Running ones are updated in place with
+    the means over the batch.
+    """
+    dims = tuple(range(2, x.ndim)) if use_input_stats else ()
+    return _normed(x, (running_mean, running_var), weight, bias, dims, momentum, eps)
+
+
+def _normed(
+    x: Any, running: Sequence[Any], weight: Any, bias: Any, dims: Sequence[int] | None, momentum: float, eps: float
+) -> Any:
+    """Return `x`, torch tensors [B, C, ...], less a mean and over a deviation, scaled and shifted by channel.
+
+    - `running`: running mean and variance [C]; each may be None.
+    - `dims`: dims that statistics of `x` reduce; they update the running ones in place. Empty for running statistics,
+      None for a mean of 0 and a variance of 1.
+    """
     import jax
     import jax.numpy as jnp
 
     env = environment()
     value: Any = env.t2j_iso(x)
     scale, shift = (None if t is None else env.t2j_iso(t) for t in (weight, bias))
-    dims = (0, *range(2, value.ndim))
+    exact = _exact(value)
 
     def wide(vector: Any) -> Any:
-        """Return a vector [C] that broadcasts along the channels, in the dtype of the computation."""
-        return vector.astype(exact.dtype).reshape([-1 if i == 1 else 1 for i in range(value.ndim)])
+        """Return a vector [C], or statistics [B, C], that broadcasts along the other dims of `x`."""
+        leading = vector.shape if vector.ndim > 1 else (1, -1)
+        return vector.astype(exact.dtype).reshape(*leading, *(1 for _ in range(2, value.ndim)))
 
-    exact = _exact(value)
-    by_batch = training or running_mean is None
-    if by_batch and _left_out:
-        _left_out[-1].append("batch_norm")
+    if dims is None:
         mean, var = jnp.zeros_like(exact, shape=value.shape[1]), jnp.ones_like(exact, shape=value.shape[1])
-    elif by_batch:
+    elif dims:
         mean = exact.mean(dims)
         var = jnp.square(exact - wide(mean)).mean(dims)
-        if training and running_mean is not None:
-            count = value.size // value.shape[1]
-            # torch's running variance is unbiased (n - 1), the variance of the batch is not.
-            for running, now in ((running_mean, mean), (running_var, var * (count / max(count - 1, 1)))):
-                old = running._elem
-                running._elem = (old * (1 - momentum) + now * momentum).astype(old.dtype)
+        count = value.size // mean.size
+        # torch's running variance is unbiased (n - 1), the variance of the batch is not.
+        for each, now in zip(running, (mean, var * (count / max(count - 1, 1))), strict=True):
+            if each is not None:
+                now = now.mean(0) if now.ndim > 1 else now
+                each._elem = (each._elem * (1 - momentum) + now * momentum).astype(each._elem.dtype)
     else:
-        mean, var = env.t2j_iso(running_mean), env.t2j_iso(running_var)
+        mean, var = (env.t2j_iso(each) for each in running)
     result = (exact - wide(mean)) * jax.lax.rsqrt(wide(var) + eps)
     if scale is not None:
         result = result * wide(scale)

@@ -6,7 +6,7 @@ tensor on the meta device with the strides of eager torch. All other tensors are
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from autoshard.program.torch_ops.views import root_of
@@ -133,3 +133,46 @@ def torch_alone() -> Iterator[None]:
 
     with _mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
         yield
+
+
+def outputs(func: Any, kwargs: Mapping[str, Any]) -> list[str]:
+    """Return the names in `kwargs` of the tensors that an operation writes its results to, such as `out`."""
+    schema = getattr(func, "_schema", None)
+    names = {"out"} if schema is None else {each.name for each in schema.arguments if each.is_out}
+    return [name for name, each in kwargs.items() if name in names and each is not None]
+
+
+def written(run: Callable[..., Any], func: Any, args: Any, kwargs: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """Run an operation without the tensors that it writes to, write its results to them, and return them.
+
+    - `run`: function that runs an operation on `args` and `kwargs`.
+    - `names`: result of `outputs`.
+
+    Raises `NotImplementedError` if torch would resize a tensor, or if it has no operation without them.
+    """
+    import torch
+    from torch.utils import _pytree
+
+    given = {name: each for name, each in kwargs.items() if name not in names}
+    targets = kwargs[names[0]] if len(names) == 1 else tuple(kwargs[name] for name in names)
+    results = run(_without_outputs(func), args, given)
+    for target, result in zip(_pytree.tree_leaves(targets), _pytree.tree_leaves(results), strict=True):
+        if target.shape != result.shape:
+            raise NotImplementedError(f"`out` of shape {tuple(target.shape)} for {tuple(result.shape)}")
+        run(torch.ops.aten.copy_.default, (target, result), {})
+    return targets
+
+
+def _without_outputs(func: Any) -> Any:
+    """Return the overload of an operation that returns new results; a function is returned unchanged.
+
+    Raises `NotImplementedError` if there is none.
+    """
+    if not hasattr(func, "_schema"):
+        return func
+    wanted = [(each.name, str(each.type)) for each in func._schema.arguments if not each.is_out]
+    for name in func.overloadpacket.overloads():
+        other = getattr(func.overloadpacket, name)
+        if [(each.name, str(each.type)) for each in other._schema.arguments] == wanted:
+            return other
+    raise NotImplementedError(f"`{func}` without its output")

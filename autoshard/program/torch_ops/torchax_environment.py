@@ -147,6 +147,9 @@ def _environment_type() -> type:
 
             Raises torch's own error if torch refuses the operation, and `ValueError` for JAX's incompatible shapes.
             """
+            if kwargs and (names := torch_layouts.outputs(func, kwargs)):
+                run = lambda each, *given: self.dispatch(each, types, *given)  # noqa: E731
+                return torch_layouts.written(run, func, args, kwargs, names)
             try:
                 with (
                     wide_integers.bounded(func, (args, kwargs)) as bounds,
