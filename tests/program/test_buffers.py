@@ -144,6 +144,23 @@ def test_modules_that_update_their_buffers_in_training_do_as_torch(kind):
     assert len(buffers) >= 2
 
 
+def test_a_tensor_that_is_no_buffer_has_the_values_of_the_first_call_and_a_note_says_so():
+    class Halving(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.scale = torch.nn.Linear(4, 4), torch.ones(4)
+
+        def forward(self, x):
+            self.scale.mul_(0.5)
+            return self.linear(x) * self.scale
+
+    module, x = Halving(), torch.randn(3, 4)
+    program = from_torch(module, (x,))
+    assert any("changes its attribute `scale` in a call" in note for note in program.notes)
+    assert torch.equal(module.scale, torch.ones(4))
+    close(jax.jit(program.fn)(program.make_args(0)[0], {"x": x.numpy()}), module(x).detach().numpy(), 1e-5)
+
+
 @pytest.mark.parametrize("train", [False, True])
 def test_a_module_that_writes_to_its_parameters_is_refused(train):
     with pytest.raises(UserError, match="writes in place to its parameter `weight`"):

@@ -501,7 +501,7 @@ def test_what_a_module_assigns_is_given_back_or_noted():
     program, loss, _ = training_step(module, x)
     np.testing.assert_allclose(loss, eager_step(module, x)[0], rtol=1e-5)
     assert [a.name for a in program.arguments if a.result is not None and a.role == "other"] == ["seen"]
-    assert any("assigns to its attribute `calls` in a call" in note for note in program.notes)
+    assert any("changes its attribute `calls` in a call" in note for note in program.notes)
 
 
 class Growing(Counting):

@@ -14,6 +14,8 @@ from autoshard.errors import UserError
 
 _LONGEST = 10_000
 """Largest container that is restored; a larger one is data that code only reads."""
+_COPIED = 1 << 24
+"""Most elements of a tensor that is restored."""
 
 
 def call_with(module: Any, state: dict[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -120,18 +122,35 @@ def replace_forward(layer: Any, forward: Any) -> Any:
 
 @contextlib.contextmanager
 def preserved(module: Any) -> Iterator[dict[str, None]]:
-    """Restore on exit, also after an error, all state that `reachable` lists, except the elements of tensors.
+    """Restore on exit, also after an error, all state that `reachable` lists, and the elements of its tensors.
 
-    A module's code may assign attributes, append to lists and fill caches; traced values must not stay there. The
-    yielded dict is empty while inside. On exit it receives the paths of module attributes that were numbers or
-    tensors and were reassigned.
+    A module's code may assign attributes, write to tensors, append to lists and fill caches; traced values must not
+    stay there. The yielded dict is empty while inside. On exit it receives the paths of module attributes that were
+    numbers or tensors and were changed.
     """
+    import torch
+
     before = [Content(each) for each in reachable(module)]
     paths = {id(child.__dict__): f"{path}." if path else "" for path, child in module.named_modules()}
+    own = {id(each) for each in (*module.parameters(), *module.buffers())}
+    copies: dict[int, Any] = {}
+    # The trace reads the memory of a tensor later, so its code must not write to the module's own.
+    for holder in (content.holder for content in before if id(content.holder) in paths):
+        for key, value in holder.items():
+            if type(value) is torch.Tensor and id(value) not in own and value.numel() <= _COPIED:
+                copies.setdefault(id(value), (value, value.detach().clone().requires_grad_(value.requires_grad)))
+                holder[key] = copies[id(value)][1]
+    originals = {id(copy): value for value, copy in copies.values()}
     assigned: dict[str, None] = {}
     try:
         yield assigned
     finally:
+        for content in before:
+            path = paths.get(id(content.holder))
+            for key, value in content.holder.items() if path is not None else ():
+                if id(value) in originals:
+                    assigned |= {f"{path}{key}": None} if value._version else {}
+                    content.holder[key] = originals[id(value)]
         for content in before:
             if content.is_changed():
                 path = paths.get(id(content.holder))

@@ -536,7 +536,7 @@ class TorchFunction:
         if self.assigned:
             name, more = next(iter(self.assigned)), len(self.assigned) - 1
             self.notes.append(
-                f"The module assigns to its attribute `{name}`{f' and {more} more' if more else ''} in a call: every "
+                f"The module changes its attribute `{name}`{f' and {more} more' if more else ''} in a call: every "
                 "planned step computes what the first call does; a buffer would be given back."
             )
         self.stacks = tuple(block.repeats for block in self.blocks)
