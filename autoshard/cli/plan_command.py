@@ -10,12 +10,13 @@ from autoshard.cli.commands import compile_here
 from autoshard.cli.inputs import PROGRAM_OPTIONS, need_no_accelerator, out_files, plan_source
 from autoshard.cli.outputs import print_json, print_rich, show_progress
 from autoshard.cli.session import start_helpers
-from autoshard.errors import UserError
+from autoshard.errors import FormError, UserError
 
 
 if TYPE_CHECKING:
     from autoshard.exec import CompileReport
     from autoshard.planning import Plan
+    from autoshard.program import Program
 
 
 def run_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
@@ -25,7 +26,8 @@ def run_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
     program does not fit, else 0.
 
     Raises `UserError` for options that no program satisfies, if no plan fits, and with `--compile` as `compile_plan`
-    does. A missing compiler is refused before planning. If the compiler fails, the plan is printed first.
+    does, and for a plan `--for` a form that cannot be exported to it. A missing compiler is refused before planning. If
+    the compiler fails, the plan is printed first.
     """
     _check_devices(arguments)
     # Planning uses no accelerator. Without this call JAX would search for one and wait for it.
@@ -40,6 +42,7 @@ def run_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
         result = planned.result
         from autoshard.planning import keep_program, save_plan
 
+        _check_form(result.plan, planned.last)
         offered = result.candidates if arguments.candidates > 1 else ()
         written = out_files(arguments.out, len(result.candidates))
         for each, path in zip(result.candidates, written, strict=False):
@@ -108,6 +111,25 @@ def _check_compilable(arguments: argparse.Namespace) -> None:
     compiler_target(Topology.parse(arguments.topology))
     if is_by_stage({name: getattr(arguments, name) for name in PROGRAM_OPTIONS}, arguments.form):
         raise UserError("--compile is for one program; leave it out with a program for each stage.")
+
+
+def _check_form(plan: "Plan", program: "Program") -> None:
+    """Raise `FormError` if a plan that was made for a form cannot be exported to it.
+
+    - `program`: the program that was planned last; nothing is checked if that is not the plan's.
+    """
+    from autoshard.exports import export_plan
+    from autoshard.planning import FORMS
+
+    form = FORMS.get(plan.origin.form)
+    if form is None or plan.by_stage or not form.text or program.fingerprint != plan.program_fingerprint:
+        return
+    try:
+        export_plan(plan, form.name, program)
+    except FormError as error:
+        raise FormError(
+            f"the plan found for {form.name} cannot be exported: {str(error).rstrip('.')}; try another --mesh or form."
+        ) from error
 
 
 def _next_command(arguments: argparse.Namespace, plan: "Plan", written: Sequence[Path]) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from autoshard import UserError
+from autoshard.cli import main
 from autoshard.errors import FormError
 from autoshard.exports import export_plan
 from autoshard.planning import ParameterUse, Plan, Spec, stack_names
@@ -217,6 +218,31 @@ def test_what_no_module_splits_is_refused(plan: Plan, form: str) -> None:
     whole = dataclasses.replace(split, arguments={n: Spec.replicated(len(split.shapes[n])) for n in split.arguments})
     with pytest.raises(UserError, match="nothing would be split"):
         export_plan(whole, form, force=True)
+
+
+FILE = """
+import torch
+from transformers.pytorch_utils import Conv1D
+
+model = torch.nn.Sequential(Conv1D(256, 64), torch.nn.GELU(), Conv1D(64, 256))
+inputs = torch.zeros(1, 8, 64)
+
+
+def loss(output):
+    return output.square().mean()
+"""
+
+
+def test_a_plan_for_a_form_that_cannot_be_exported_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Plan one sequence on four devices: no batch to split, and no linear layer."""
+    (tmp_path / "net.py").write_text(FILE)
+    options = ["--train", "--topology", "h100:4", "--mesh", "model=4", "--for", "torchtitan"]
+    assert main(["plan", str(tmp_path / "net.py"), *options, "--out", str(tmp_path / "plan.json")]) == 3
+    said = "the plan found for torchtitan cannot be exported: in the torchtitan form nothing would be split"
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "plan.json").exists()
 
 
 def test_fsdp_without_tensor_parallelism_splits_no_module(plan: Plan) -> None:

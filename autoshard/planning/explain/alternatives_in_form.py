@@ -15,6 +15,7 @@ from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.dim_groups import Groups
 from autoshard.planning.space.plan_options import Limits
 from autoshard.planning.space.user_constraints import Required
+from autoshard.program import Role
 
 
 COMPLETED = (Rest.XLA, Rest.DTENSOR)
@@ -40,7 +41,9 @@ class WithinForm:
         - `seconds`: processor seconds for the search.
         - `search`: True searches the other arguments' specs too, unless the form gathers parameters; False keeps them.
         """
-        allowed = {**self.required.allowed, node: states}
+        # Pins of the argument may hold for its optimizer state too, which is split like it.
+        freed = self._state_nodes()
+        allowed = {each: mask for each, mask in self.required.allowed.items() if each not in freed} | {node: states}
         required = Required(allowed, self.required.pinned)
         limits = dataclasses.replace(self.limits, seconds=seconds)
         tried = SpecSearch(self.form, self.model, self.groups, required, limits, lambda _: None)
@@ -51,6 +54,14 @@ class WithinForm:
         if search and tried.best is not None:
             tried.local_search()
         return None if tried.best is None else tried.best.outcome
+
+    def _state_nodes(self) -> set[int]:
+        """Return the nodes of the optimizer state of the argument."""
+        model = self.model
+        named = zip(model.program.arguments, model.graph.arguments, strict=True)
+        state = [t for a, t in named if a.role is Role.OPTIMIZER_STATE and a.name.endswith(f".{self.name}")]
+        clusters = [model.structure.cluster_of[tensor] for tensor in state]
+        return {model.cluster_node[cluster] for cluster in clusters if cluster >= 0}
 
     def _gathered(self, tried: SpecSearch, specs: Mapping[str, Spec]) -> Outcome | None:
         """Return the outcome in which the form gathers parameters over the batch's axes; None if it splits the argument
