@@ -50,18 +50,19 @@ def by_position(fn: Callable[..., Any], args: Sequence[Any], named: Mapping[str,
         donated = (*_positions(options, "donate", fn, count), *by_name)
     if not values and not kwargs:
         return PositionalCall(fn, args, donated=donated)
-    parameters = list(inspect.signature(fn).parameters) if names and options["static_argnums"] else []
-    # With both options, JAX reads a static name as such only where it is passed by name.
-    start = min((at for at in values if at < len(parameters) and parameters[at] in names), default=count)
+    # With static positions given too, JAX reads another static name as such only where it is passed by name.
+    numbers = {at % count for at in options.get("static_argnums", ()) if -count <= at < count}
+    start = min((at for at in values if at not in numbers), default=count)
+    parameters = list(inspect.signature(fn).parameters)[:count] if start < count else []
 
     @functools.wraps(fn)
     def run(*given: Any, **more: Any) -> Any:
-        # This function may be called by another of its kind, which passes static names, without their values.
-        whole = [*given[:count], *(None for _ in range(count - len(given)))]
+        # This function may be called by another of its kind, which passes the last arguments by name.
+        whole = [*given[:count], *(more.pop(name, None) for name in parameters[len(given) :])]
         whole = [values[at] if at in values and each is None else each for at, each in enumerate(whole)]
-        last = dict(zip(parameters[start:], whole[start:], strict=False))
-        others = dict(zip(free, given[count:], strict=False)) | {key: more[key] for key in more if key not in names}
-        return fn(*whole[: count - len(last)], **last, **fixed, **others)
+        last = dict(zip(parameters[start:], whole[start:], strict=True))
+        others = fixed | dict(zip(free, given[count:], strict=False)) | more
+        return fn(*whole[: count - len(last)], **last, **others)
 
     run.__dict__["call_options"] = options
     arrays = (*(None if at in values else each for at, each in enumerate(args)), *(kwargs[name] for name in free))

@@ -86,6 +86,18 @@ def test_partial_functions_have_the_rest_of_the_arguments(fn: Any) -> None:
     same(plan.jit(fn)(params, x), step(params, x, 2, kind="tanh"))
 
 
+@pytest.mark.parametrize("options", [{"static_argnums": (0, -2)}, {"static_argnames": ("depth", "kind")}])
+def test_static_arguments_may_stand_first(options: Any) -> None:
+    def first(depth: int, params: Any, kind: str, x: Any) -> Any:
+        return step(params, x, depth, kind=kind)
+
+    params, x = values()
+    fn = jax.jit(first, **options)
+    plan, _ = planned(fn, (2, params, "tanh", x))
+    same(plan.jit(fn)(2, params, "tanh", x), first(2, params, "tanh", x))
+    same(plan.jit(fn)(2, params, x=x, kind="tanh"), first(2, params, "tanh", x))
+
+
 def test_a_partial_function_shifts_static_positions() -> None:
     params, x = values()
     fn = functools.partial(jax.jit(step, static_argnums=2), params)
