@@ -26,8 +26,8 @@ def run_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
     program does not fit, else 0.
 
     Raises `UserError` for options that no program satisfies, if no plan fits, and with `--compile` as `compile_plan`
-    does, and for a plan `--for` a form that cannot be exported to it. A missing compiler is refused before planning. If
-    the compiler fails, the plan is printed first.
+    does. A plan `--for` a form is refused if it cannot be exported to it. A missing compiler is refused before
+    planning. If the compiler fails, the plan is printed first.
     """
     _check_devices(arguments)
     # Planning uses no accelerator. Without this call JAX would search for one and wait for it.

@@ -1,6 +1,7 @@
 """Application of a plan to JAX functions and batches: functions compiled once for each structure of arguments."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import os
@@ -190,7 +191,10 @@ class PlannedFunction:
         if self.application.mesh.is_multi_process:
             out = compiled.step(*jax.tree.map(place, arrays, compiled.shardings))
         else:
-            out = compiled.step(*jax.device_put(arrays, compiled.shardings))
+            # Within a mesh of the user's, JAX moves no array to devices in another order.
+            within = not jax.sharding.get_mesh().empty
+            with jax.set_mesh(self.application.mesh) if within else contextlib.nullcontext():
+                out = compiled.step(*jax.device_put(arrays, compiled.shardings))
         mesh = explicit_mesh(jax.tree.leaves(arrays))
         return compiled.function.finish(call.args, out if mesh is None else on_mesh(out, mesh))
 

@@ -1,5 +1,6 @@
 """Lowering of a step under a plan: shardings of arguments and results, pins in the module, and bodies of calls."""
 
+import contextlib
 import dataclasses
 import functools
 import weakref
@@ -84,7 +85,8 @@ def lower_planned(
     fn = _with_host(plan, fn)
     mesh = explicit_mesh([leaf for _, leaf in leaves])
     lifted = plan.origin.lifted == Lifted.ALL
-    typings = [tree.unflatten([leaf.update(sharding=None) for _, leaf in leaves])]
+    bare = tree.unflatten([leaf.update(sharding=None) for _, leaf in leaves])
+    typings = [bare]
     axes = {axis for spec in plan.arguments.values() for axis in spec.axes}
     if mesh is not None and plan.origin.names_devices and not lifted and axes.issubset(mesh.axis_names):
         # The planned trace had specs in its types, and the plan has them for all arguments. Arguments with these types
@@ -92,6 +94,8 @@ def lower_planned(
         types = [named_sharding(mesh, spec) for spec in plan.arguments.values()]
         typed = [leaf.update(sharding=of) for (_, leaf), of in zip(leaves, types, strict=True)]
         typings.insert(0, tree.unflatten(typed))
+    elif mesh is not None:
+        typings.append(tree.unflatten([leaf for _, leaf in leaves]))
     abstract = typings[0]
 
     def planned(*args: Any) -> Any:
@@ -103,19 +107,21 @@ def lower_planned(
     check_results(plan, jax.tree.leaves(out))
     in_shardings = tree.unflatten(list(placed.in_shardings()))
     out_shardings = jax.tree.structure(out).unflatten(list(placed.out_shardings()))
-    # A program with specs of its own, or with values of explicit types, names its own devices. A stand-in is lowered
-    # for the plan's devices, and its body is then replaced by the program's.
-    own_specs = plan.origin.names_devices or mesh is not None
+    # A program with specs of its own, or within a mesh of the user's, names its own devices. A stand-in is lowered for
+    # the plan's devices, and its body is then replaced by the program's.
+    within = not jax.sharding.get_mesh().empty
+    own_specs = plan.origin.names_devices or mesh is not None or within
     body = functools.partial(_zeros, out) if own_specs else planned
-    traced = jax.jit(
-        body,
-        in_shardings=in_shardings,
-        out_shardings=out_shardings,
-        donate_argnums=donate_argnums,
-        keep_unused=True,
-    ).trace(*abstract)
     calls: dict[str, OpaqueCall] = {}
-    lowered = user_code(planned.__name__, lambda: lower_traced(traced, calls))
+    with jax.set_mesh(placed.mesh) if within else contextlib.nullcontext():
+        traced = jax.jit(
+            body,
+            in_shardings=in_shardings,
+            out_shardings=out_shardings,
+            donate_argnums=donate_argnums,
+            keep_unused=True,
+        ).trace(*(bare if own_specs else abstract))
+        lowered = user_code(planned.__name__, lambda: lower_traced(traced, calls))
     ir = mlir.inline_calls(mlir.drop_sent_arguments(lowered.compiler_ir("stablehlo")))
     if plan.module_hash and mlir.structure_hash(ir) != plan.module_hash:
         lifted = lifted or (mesh is not None and not plan.origin.names_devices)

@@ -76,6 +76,42 @@ def test_a_plan_without_types_of_its_own_gives_types_too(inside: bool, mesh: dic
     assert jax.typeof(typed + w) == jax.typeof(w), "types of arguments are enough"
 
 
+def descent(w: jax.Array, x: jax.Array) -> jax.Array:
+    return w - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+
+
+def typed(user: Mesh) -> list[jax.Array]:
+    specs = P(None, "b"), P("a")
+    return [
+        jax.device_put(each, NamedSharding(user, spec))
+        for each, spec in zip(arrays(w=None, x=None), specs, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize(("topology", "sizes"), [("v6e:2x4", (4, 2)), ("cpu:8", (2, 4))])
+def test_a_mesh_of_the_users_may_have_another_order_or_sizes(kind: Any, topology: str, sizes: tuple[int, int]) -> None:
+    """Plan for a torus, which orders devices another way, or for other sizes of the axes in the types."""
+    user = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
+    wanted = descent(*arrays(w=None, x=None))
+    with jax.set_mesh(user):
+        program = autoshard.trace(descent, typed(user))
+        plan = autoshard.plan(program, topology=topology, mesh=dict(zip(("a", "b"), sizes, strict=True)))
+        assert topology.startswith("cpu") or plan.device_order != tuple(range(8))
+        run = plan.jit(descent)
+        for _ in range(2):
+            np.testing.assert_allclose(run(*typed(user)), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mesh", [{"a": 2, "b": 4}, {"d": 8}])
+def test_types_of_arguments_that_are_ignored_leave_the_program_the_same(mesh: dict[str, int]) -> None:
+    user, wanted = explicit(("a", 4), ("b", 2)), descent(*arrays(w=None, x=None))
+    with jax.set_mesh(user):
+        program = autoshard.trace(descent, typed(user))
+        plan = autoshard.plan(program, topology="cpu:8", mesh=mesh, ignore_constraints=True)
+        np.testing.assert_allclose(plan.jit(descent)(*typed(user)), wanted, rtol=1e-4, atol=1e-5)
+
+
 SPECS = [P(), P("a"), P(None, "b"), P("b", "a"), P(("a", "b")), P(("b", "a")), P(None, ("a", "b")), P("b", "c")]
 
 
