@@ -2,13 +2,14 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from autoshard.base.shared_results import shared
 from autoshard.errors import FormError, UserError
 from autoshard.planning.forms.export_forms import Form
 from autoshard.planning.price.analysed_program import AnalysedProgram, analyse_program
 from autoshard.planning.record.plan_record import Plan
+from autoshard.planning.record.spec import is_stacked
 from autoshard.planning.space.dim_groups import tensor_groups
 from autoshard.program import Program, Reduced, Reduction, Role
 
@@ -71,7 +72,9 @@ def _own_examples(program: Program) -> OwnExamples:
         for whole in itertools.combinations(untied, number):
             if _doubts(found.reduction) == 0:
                 return found
-            found = min(found, read({p: dim for p, dim in examples.items() if p not in whole}), key=_doubts_of)
+            other = read({position: dim for position, dim in examples.items() if position not in whole})
+            # A loss that cannot be read so says nothing of the examples.
+            found = other if _doubts(other.reduction) < min(2, _doubts(found.reduction)) else found
     return found
 
 
@@ -82,17 +85,12 @@ def _untied(reading: AnalysedProgram) -> list[int]:
     return [position for position, own in of.items() if groups.batch not in own]
 
 
-def _doubts_of(examples: OwnExamples) -> int:
-    """Return the doubts in a reading's reduction."""
-    return _doubts(examples.reduction)
-
-
 def _doubts(reduction: Reduced | None) -> int:
-    """Return 0 if parts of the batch give the step, up to 3 if examples meet."""
+    """Return 0 if parts of the batch give the step, 1 if nearly, and 2 if examples meet or the loss cannot be read."""
     if reduction is None or reduction.closed:
         return 0
-    order = {Reduction.COMBINED: 1, Reduction.OTHER: 3}
-    return order.get(reduction.kind, 2 if reduction.why else 0)
+    known = reduction.kind not in (Reduction.OTHER, Reduction.COMBINED) and not reduction.why
+    return 0 if known else 1 if reduction.kind is Reduction.COMBINED else 2
 
 
 def shares_examples(plan: Plan) -> bool:
@@ -103,7 +101,11 @@ def shares_examples(plan: Plan) -> bool:
 
 
 def check_planned(form: Form, program: Program) -> None:
-    """Raise `UserError` if examples meet in a step that is to be planned for a form that gathers parameters."""
+    """Raise `UserError` if a form that gathers parameters cannot run a step: if examples meet in it, or if a parameter
+    has no dim.
+    """
+    if refusal := _scalars(form, {a.name: a.shape for a in program.arguments if a.role is Role.PARAMETER}):
+        raise UserError(f"{refusal}.")
     if meeting := _meeting(form, own_examples(program).reduction if form.gathers else None):
         raise UserError(
             f"{meeting}; plan with --for dtensor or --for torch-xla, or without --for and run "
@@ -115,8 +117,11 @@ def examples_sentence(plan: Plan, form: Form, program: Program | None, force: bo
     """Return sentences on the loss and the batch norms of a plan's step in a form that gathers parameters; may be
     empty.
 
-    Raises `FormError`, unless `force` is True, if examples meet in the step.
+    Raises `FormError`, unless `force` is True, if examples meet in the step, or if a parameter has no dim.
     """
+    refusal = _scalars(form, {n: shape for n, shape in plan.shapes.items() if plan.roles[n] == Role.PARAMETER})
+    if refusal and not force:
+        raise FormError(f"{refusal}; or write it all the same with --force.")
     if not form.gathers or program is None or not shares_examples(plan):
         return ""
     reduction = own_examples(program).reduction
@@ -148,6 +153,16 @@ def examples_sentence(plan: Plan, form: Form, program: Program | None, force: bo
     if reduction.norms:
         sentences.append(_NORMS)
     return " ".join(sentences)
+
+
+def _scalars(form: Form, shapes: Mapping[str, Sequence[int]]) -> str:
+    """Return a clause on the first parameter without dims, which torch's `fully_shard` refuses; empty without any."""
+    of_layers = {name: shape[1:] if is_stacked(name) else shape for name, shape in shapes.items()}
+    name = next((name for name, shape in of_layers.items() if not shape), "") if form.gathers else ""
+    return name and (
+        f"torch's `fully_shard` takes no parameter without dims, as `{name}` is: make its shape [1], or choose the "
+        "form dtensor or `plan.distribute(module, mesh)`"
+    )
 
 
 def _meeting(form: Form, reduction: Reduced | None) -> str:

@@ -140,9 +140,22 @@ def squares(output):
     return output.square().mean()
 
 
+class Towers(nn.Module):
+    """Two towers, whose scores are of each pair against the rest of the batch; no op ties their inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(16, 8), nn.Embedding(10, 8)
+
+    def forward(self, x, ids):
+        scores = self.one(x) @ self.two(ids).T
+        return F.cross_entropy(scores, torch.arange(len(scores), device=scores.device))
+
+
 X, SEQUENCES = torch.ones(8, 16), torch.ones(6, 8, 16)
 MEETING = {
     "contrast": (Contrast, X, None, r"`dot_general`, which mixes examples, at .*py:\d+;"),
+    "towers": (Towers, (X, torch.zeros(8, dtype=torch.long)), None, r"`dot_general`, which mixes examples"),
     "capacity": (Capacity, X, squares, r"`cumsum`, which mixes examples, at .*py:\d+;"),
     "graph": (Graph, (X, torch.zeros(24, dtype=torch.int32)), squares, r"`gather`, which mixes examples, at .*py:\d+;"),
     "centred": (lambda: Scanned(True), SEQUENCES, squares, r"`sub`, which mixes examples, at .*py:\d+;"),
@@ -169,6 +182,26 @@ def test_a_step_whose_examples_meet_is_not_planned_for_fsdp(name):
     with pytest.raises(UserError, match=f"fsdp2 form .*{said}.* plan with --for dtensor"):
         check_planned(form_named("fsdp2"), program)
     check_planned(form_named("dtensor"), program)
+
+
+def test_a_parameter_without_dims_is_refused_for_fsdp():
+    """Name the parameter at once: torch's `fully_shard` would refuse it in each process."""
+
+    class Tempered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.heat = nn.Linear(16, 16), nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x):
+            return self.up(x) * self.heat
+
+    program = from_torch(Tempered(), X, train=True, loss=squares)
+    with pytest.raises(UserError, match=r"no parameter without dims, as `heat` is: make its shape \[1\]"):
+        check_planned(form_named("fsdp2"), program)
+    check_planned(form_named("dtensor"), program)
+    plan = autoshard.plan(program, topology="cpu:2", mesh={"data": 2}, pins={"batch.x": "data,None"})
+    with pytest.raises(FormError, match=r"as `heat` is.*--force"):
+        export_plan(plan, "fsdp2", program)
 
 
 def test_microbatches_of_a_nonlinear_backward_are_noted():
