@@ -228,11 +228,16 @@ def _from_export(data: bytes, file: Path, roles: role_rules.Roles | None) -> Pro
     for position, arg in enumerate(args):
         positions.extend([position] * len(jax.tree.leaves(arg)))
     kept_leaves = exported.module_kept_var_idx  # the module lacks arguments that nothing uses
-    donate = sorted({positions[kept_leaves[leaf]] for leaf in mlir.donated(module)})
-    names = _position_names(mlir.argument_names(module), kept_leaves, positions, len(args))
+    found = mlir.argument_uses(module)
+    extra = len(found) - len(kept_leaves)  # the number of the platform comes first if there are several
+    donate = sorted({positions[kept_leaves[leaf - extra]] for leaf in mlir.donated(module)})
+    names = _position_names((mlir.argument_names(module) or ())[extra:], kept_leaves, positions, len(args))
     uses = [mlir.Use.NONE] * len(leaves)
-    for leaf, use in zip(kept_leaves, mlir.argument_uses(module), strict=True):
+    for leaf, use in zip(kept_leaves, found[extra:], strict=True):
         uses[leaf] = use
+    # A structure of arguments tells which are returned updated. Without one the ops do.
+    updates = _updates(module, found) if len(args) == len(leaves) else {}
+    ties = {kept_leaves[argument - extra]: result for argument, result in updates.items()} or None
 
     def evidence(ties: dict[int, int]) -> list[Role | None]:
         """Return `_evidence` for the leaves of the arguments, under the ties that `trace` finds."""
@@ -240,7 +245,14 @@ def _from_export(data: bytes, file: Path, roles: role_rules.Roles | None) -> Pro
         return _evidence(uses, ties, [names[position] for position in positions], avals)
 
     return trace(
-        exported.call, args, name=file.stem, donate_argnums=donate, roles=roles, arg_names=names, evidence=evidence
+        exported.call,
+        args,
+        name=file.stem,
+        donate_argnums=donate,
+        roles=roles,
+        arg_names=names,
+        ties=ties,
+        evidence=evidence,
     )
 
 

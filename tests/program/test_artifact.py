@@ -99,6 +99,24 @@ def test_every_form_computes_the_same(tmp_path, write, name, names):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
 
 
+def _flat_step(up, down, up_mean, down_mean, x):
+    gradients = jax.grad(lambda w: ((jax.nn.relu(x @ w[0]) @ w[1]) ** 2).mean())((up, down))
+    means = [0.9 * mean + gradient for mean, gradient in zip((up_mean, down_mean), gradients, strict=True)]
+    return up - 0.1 * means[0], down - 0.1 * means[1], *means
+
+
+@pytest.mark.parametrize("platforms", [["cpu"], ["tpu", "cuda"]])
+@pytest.mark.parametrize("donated", [(), (0, 1, 2, 3)])
+def test_an_exported_step_without_structure_has_optimizer_state(tmp_path, platforms, donated):
+    shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in [(8, 16), (16, 4)] * 2 + [(6, 8)]]
+    exported = jax.export.export(jax.jit(_flat_step, donate_argnums=donated), platforms=platforms)(*shapes)
+    path = tmp_path / "step.jax_export"
+    path.write_bytes(exported.serialize())
+    program = open_source(str(path))
+    assert [a.role.value for a in program.arguments] == ["parameter"] * 2 + ["optimizer_state"] * 2 + ["batch"]
+    assert [a.result for a in program.arguments] == [0, 1, 2, 3, None]
+
+
 def test_roles_can_be_stated_for_a_file(tmp_path):
     path = tmp_path / "forward.mlir"
     path.write_text(jax.jit(lambda w, x: x @ w).lower(S((8, 4), F), S((2, 8), F)).as_text())

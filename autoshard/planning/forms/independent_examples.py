@@ -173,6 +173,11 @@ def _meeting(form: Form, reduction: Reduced | None) -> str:
             "no gradients (it finds those of a dict, and of a class that "
             f"`torch.utils._pytree.register_dataclass({reduction.closed})` opens)"
         )
+    if reduction is not None and reduction.written and reduction.kind is not Reduction.OTHER:
+        return (
+            f"the {form.name} form runs the step on each process's own rows of the batch, from which this step "
+            f"computes its buffer `{reduction.written[0]}`: each process would have another one"
+        )
     if reduction is None or reduction.kind is not Reduction.OTHER:
         return ""
     place = f", at {reduction.line}" if reduction.line else ""

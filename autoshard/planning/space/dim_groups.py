@@ -206,7 +206,11 @@ def _describe(
             names[group] = _hint(of, group in stacked, group in counting, group in channels)
     own = tuple(dict.fromkeys(g for groups in data for g in groups if g is not None and g in space and g in sizes))
     shapes = {position: program.arguments[position].shape for position in inputs}
-    examples = _examples(inputs, shapes, batch, holders)
+    read = {tensor for op in graph.ops for tensor in op.operands}
+    rows = 0 if batch is None else sizes[batch]
+    # An input that no op reads has no examples, unless it has as many rows as the batch.
+    counted = {p: own for p, own in inputs.items() if graph.arguments[p] in read or shapes[p][0] == rows}
+    examples = _examples(counted, shapes, batch, holders)
     return Groups(
         of_factor, sizes, names, {g: tuple(p) for g, p in holders.items()}, batch, sequence, hidden, own, examples
     )

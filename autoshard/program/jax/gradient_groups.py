@@ -93,6 +93,8 @@ class Reduced:
     """The number of the dividing operation in the loss's trace, for a quotient; -1 otherwise."""
     norms: bool = False
     """True if batch norms use statistics of the batch, apart from which the reduction is stated."""
+    written: tuple[Any, ...] = ()
+    """The further results, as numbers or by name, whose values follow from the examples."""
     closed: str = ""
     """Type of the module's output that torch's pytrees do not open; hooks of FSDP find no tensors in it."""
 
@@ -118,7 +120,7 @@ def reduction_of(loss: Callable[..., Any], args: Sequence[Any], batch: int, part
 def doubled_reduction(loss: Callable[..., Any], args: Sequence[Any], batch: int, dims: Any) -> Reduced:
     """Return the reduction of the examples in `loss(*args)`, read from `args` and from a batch of twice the size.
 
-    - `loss`: function with a scalar, or with a value of every example, as its result.
+    - `loss`: function with a scalar, or with a value of every example, as its first result.
     - `dims`: the dim of examples of each array in `args[batch]`, in its structure; -1 for an array without examples.
 
     See `reduction_of` for the rest. A value of every example counts as its mean. A loss that cannot be traced for both
@@ -170,12 +172,21 @@ def _reduction(
         for number in range(len(whole_trace.jaxpr.invars))
     ]
     known: dict[Any, _Value] = {}
-    value = _TwoTraces(parts).read(whole_trace, part_trace, given, known)[0]
+    value, *others = _TwoTraces(parts).read(whole_trace, part_trace, given, known)
+    written = tuple(number for number, each in enumerate(others) if each.kind is not Reduction.CONST)
+    division = _division(whole_trace.jaxpr, known) if value.kind is Reduction.QUOTIENT else -1
+    return dataclasses.replace(_reduced(value, division), written=written)
+
+
+def _reduced(value: _Value, division: int) -> Reduced:
+    """Return the reduction that a loss's relation to the batch means.
+
+    - `division`: the number of the dividing operation of a quotient; -1 if it is inside a called function.
+    """
     if value.kind in (Reduction.MEAN, Reduction.CONST, Reduction.EACH):
         return Reduced()
     if value.kind is Reduction.SUM:
         return Reduced(Reduction.SUM)
-    division = _division(whole_trace.jaxpr, known) if value.kind is Reduction.QUOTIENT else -1
     if division >= 0:
         return Reduced(Reduction.QUOTIENT, division=division)
     if value.kind in (Reduction.QUOTIENT, Reduction.COMBINED):

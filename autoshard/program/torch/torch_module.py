@@ -221,14 +221,17 @@ def from_torch(
         """Return the reduction of the examples in the user's loss, else in the first output; see `Program`."""
 
         def traced(*args: Any) -> Any:
-            """Return the loss or the first output; JAX would keep the trace of a function that is defined outside."""
-            return jax.tree.leaves(forward(*args) if loss is None else loss_of(*args))[0]
+            """Return the loss or the first output, and buffers; JAX would keep the trace of a function of outside."""
+            first = jax.tree.leaves(forward(*args) if loss is None else loss_of(*args))[0]
+            return first, *(function.updated_buffers[name] for name in written)
 
         args = function.params, batch, *((function.buffers,) if function.buffers else ())
+        written = sorted(function.buffers) if function.stateful else []
         with without_batch_statistics() as norms, function.attends_in("plain"):
             examples = {key: dims.get(key, -1) for key in batch}
             found = checked_reduction(lambda: doubled_reduction(traced, args, 1, examples), traced, args)
-        return dataclasses.replace(found, norms=bool(norms), closed=closed[0] if closed else "")
+        names = tuple(written[number] for number in found.written)
+        return dataclasses.replace(found, norms=bool(norms), written=names, closed=closed[0] if closed else "")
 
     return dataclasses.replace(program, reduction=reduction)
 

@@ -140,6 +140,22 @@ def squares(output):
     return output.square().mean()
 
 
+class Averaged(nn.Module):
+    """A layer that counts its calls, and keeps an average of its examples in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x):
+        out = self.norm(self.up(x))
+        self.calls += 1
+        self.mean.mul_(0.9).add_(out.detach().mean(0), alpha=0.1)
+        return out
+
+
 class Towers(nn.Module):
     """Two towers, whose scores are of each pair against the rest of the batch; no op ties their inputs."""
 
@@ -156,6 +172,7 @@ X, SEQUENCES = torch.ones(8, 16), torch.ones(6, 8, 16)
 MEETING = {
     "contrast": (Contrast, X, None, r"`dot_general`, which mixes examples, at .*py:\d+;"),
     "towers": (Towers, (X, torch.zeros(8, dtype=torch.long)), None, r"`dot_general`, which mixes examples"),
+    "averaged": (Averaged, X, squares, "from which this step computes its buffer `mean`: each process"),
     "capacity": (Capacity, X, squares, r"`cumsum`, which mixes examples, at .*py:\d+;"),
     "graph": (Graph, (X, torch.zeros(24, dtype=torch.int32)), squares, r"`gather`, which mixes examples, at .*py:\d+;"),
     "centred": (lambda: Scanned(True), SEQUENCES, squares, r"`sub`, which mixes examples, at .*py:\d+;"),
