@@ -85,6 +85,8 @@ class AxisParts:
 def find_axis_parts(graph: OpGraph, structure: Structure, groups: Groups, mesh: Mesh) -> AxisParts | None:
     """Return the cut of an axis that affects the most FLOPs; None if no dim needs one, or too few FLOPs do.
 
+    A mesh has at most one cut axis: None for a mesh with one.
+
     A dim needs a cut if only a part of an axis divides it; the part is the greatest common divisor. Less than the share
     `LEAST_SHARE` of the program's FLOPs is too few.
 
@@ -92,6 +94,8 @@ def find_axis_parts(graph: OpGraph, structure: Structure, groups: Groups, mesh: 
     a part of another axis. It needs none if such an axis divides it; of equal axes the last is cut. Ops have further
     dims that an axis can split in place of any other dim.
     """
+    if original_mesh(mesh.axes) != mesh.axes:
+        return None
     flops_of: dict[tuple[int, int], float] = defaultdict(float)
     for op_id in structure.heavy:
         op = graph.ops[op_id]
