@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from autoshard.planning import FORMS, Plan, Rest, Spec, mesh_words
+from autoshard.program import Lifted
 from autoshard.report.display import clean
 
 
@@ -191,6 +192,13 @@ def unpinned(
     if on_shards and convolves(plan) and _splits_images(plan):
         lacks.append(
             "images split in space; XLA then gives wrong gradients of some convolutions and pools (docs/limits.md)."
+        )
+    if rest is Rest.XLA and plan.origin.lifted == Lifted.ALL:
+        lacks.append("ignored constraints of the step's own (`ignore_constraints`); remove them from the step.")
+    elif rest is Rest.XLA and plan.origin.names_devices and plan.device_order != tuple(range(len(plan.device_order))):
+        lacks.append(
+            "another order of devices than that of meshes which the step names; use `make_mesh()` in it, or JAX refuses "
+            "to mix them."
         )
     writes = sum(op.kind in _WRITES for op in plan.ops)
     if rest is Rest.XLA and writes and _splits_images(plan):

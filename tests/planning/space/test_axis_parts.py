@@ -73,7 +73,7 @@ def test_an_axis_that_divides_every_dim_stays_whole() -> None:
 
 
 def test_a_mesh_with_a_cut_axis_is_not_cut_again() -> None:
-    """Both dims ask for a cut: a recipe that follows another one starts from the mesh of its plan."""
+    """Start from the mesh of a plan, as a recipe that follows another one does, where both dims ask for a cut."""
     source, sizes = grouped_query(batch=4, kv=4), {"model(4 of 8)": 4, "model(2 of 8)": 2}
     assert found(source, "v5e:8x8", data=8, model=8) is not None
     assert found(source, "v5e:8x8", data=8, **sizes) is None
