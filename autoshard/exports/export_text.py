@@ -197,8 +197,8 @@ def unpinned(
         lacks.append("ignored constraints of the step's own (`ignore_constraints`); remove them from the step.")
     elif rest is Rest.XLA and plan.origin.names_devices and plan.device_order != tuple(range(len(plan.device_order))):
         lacks.append(
-            "another order of devices than in meshes that the step names; use `make_mesh()` in it, or JAX refuses to mix "
-            "them."
+            "another order of devices than in meshes that the step names; use `make_mesh()` in it, or JAX refuses "
+            "to mix them."
         )
     writes = sum(op.kind in _WRITES for op in plan.ops)
     if rest is Rest.XLA and writes and _splits_images(plan):
