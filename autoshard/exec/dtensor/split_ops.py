@@ -18,7 +18,7 @@ from torch.utils import _pytree
 
 from autoshard.exec.dtensor.shared_memory import SharedMemory
 from autoshard.exec.dtensor.split_functions import ON_SHARDS
-from autoshard.exec.dtensor.split_trial import PlacedGradient, is_sound, settle, trial
+from autoshard.exec.dtensor.split_trial import PlacedGradient, is_sound, running_statistics, settle, trial
 
 
 class SplitOps(TorchFunctionMode):
@@ -221,8 +221,9 @@ class SplitOps(TorchFunctionMode):
         whole, keywords = _pytree.tree_map_only(DTensor, gather, (args, kwargs))
         if not _changes(func):
             result = func(*whole, **keywords)
+            uncounted = {id(each) for each in running_statistics(func, whole, keywords)}
             for tensor, each, before in writable:
-                if each._version != before:  # running statistics, or rows of a table with `max_norm`
+                if each._version != before or id(each) in uncounted:  # as rows of a table with `max_norm`
                     with torch.set_grad_enabled(torch.is_grad_enabled() and not tensor.requires_grad):
                         self.memory.assign(tensor, self._wrapped(each))
             return _pytree.tree_map_only(torch.Tensor, self._wrapped, result)

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -98,7 +98,7 @@ def trial(func: Callable[..., Any], run: Callable[..., Any], args: Any, kwargs: 
     with keep, torch.random.fork_rng(own, device_type="cuda" if mesh.device_type == "cpu" else mesh.device_type):
         before = _random_state(mesh)
         try:
-            results = [settle(each) for each in _values(lambda a, k: run(func, a, k), args, kwargs, changes)]
+            results = [settle(each) for each in _values(func, lambda a, k: run(func, a, k), args, kwargs, changes)]
         except Exception as error:  # DTensor raises many kinds; the script's own error recurs on whole tensors
             return _said(error)
         if getattr(func, "__name__", "").startswith(("empty", "new_empty")):
@@ -112,7 +112,7 @@ def trial(func: Callable[..., Any], run: Callable[..., Any], args: Any, kwargs: 
             return ""
         whole, keywords = _pytree.tree_map_only(DTensor, _whole_copy, (args, kwargs))
         try:
-            expected = list(_values(lambda a, k: func(*a, **k), whole, keywords, changes))
+            expected = list(_values(func, lambda a, k: func(*a, **k), whole, keywords, changes))
         except Exception:
             return "it fails on whole tensors"
     allowed = _rounding([*tensors, *expected], mesh.device_type)
@@ -159,10 +159,21 @@ def _whole_copy(tensor: Any) -> Any:
     return tensor.detach().full_tensor().requires_grad_(tensor.requires_grad)
 
 
-def _values(run: Callable[[Any, Any], Any], args: Any, kwargs: Any, changes: bool) -> Iterator[Any]:
+def running_statistics(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the tensors that a batch norm updates; torch does not count these writes."""
+    if getattr(func, "__name__", "") != "batch_norm":
+        return []
+    first = 3 if func is torch.batch_norm else 1
+    given = [*args[first : first + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
+    return [each for each in given if isinstance(each, torch.Tensor)]
+
+
+def _values(
+    func: Callable[..., Any], run: Callable[[Any, Any], Any], args: Any, kwargs: Any, changes: bool
+) -> Iterator[Any]:
     """Yield results of a function for copies of its arguments, then arguments that it wrote to, then gradients.
 
-    - `run`: `run(args, kwargs)`.
+    - `run`: `run(args, kwargs)` runs `func`.
     - `changes`: True if the function writes to its first argument, which then stands for the results.
 
     The gradients are those of the copies, for made-up gradients of the results; None for a copy that the results do not
@@ -186,6 +197,7 @@ def _values(run: Callable[[Any, Any], Any], args: Any, kwargs: Any, changes: boo
     returned = run(given, keywords)
     results = _pytree.tree_leaves(given[:1] if changes else returned)
     yield from results
+    yield from running_statistics(func, given, keywords)
     yield from (copy for copy, before in writable if _writes_to(copy) != before)
     differ = [each for each in results if isinstance(each, torch.Tensor) and each.requires_grad]
     if differ and taken:

@@ -302,13 +302,22 @@ with SplitOps(mesh):
     loss = attend(*split)
 loss.backward()
 away = max(float((one.grad - other.grad.full_tensor()).abs().max()) for one, other in zip(values, split))
+norm, image = torch.nn.BatchNorm2d(4), torch.randn(4, 4, 3, 3)
+means = [torch.zeros(4), torch.zeros(4)]
+torch.nn.functional.batch_norm(image, means[0], torch.ones(4), norm.weight, norm.bias, True)
+with SplitOps(mesh):
+    for place in (Replicate(), Shard(0)):
+        running = [distribute_tensor(each, mesh, [Replicate()]) for each in (torch.zeros(4), torch.ones(4))]
+        split = distribute_tensor(image, mesh, [place])
+        torch.nn.functional.batch_norm(split, *running, norm.weight, norm.bias, True)
+        away = max(away, float((running[0].full_tensor() - means[0]).abs().max()))
 print(json.dumps([given.grad.full_tensor().tolist(), away]))
 torch.distributed.destroy_process_group()
 """
 
 
 def test_gradients_of_split_values_are_torchs() -> None:
-    """Add a sum to split values, and attend by split heads of queries to whole keys, whose gradient is gathered."""
+    """Add a sum to split values, attend by split heads of queries to whole keys, and update a batch norm."""
     for summed, away in run_workers(GRADIENTS, []):
         assert summed == [[24.0, 24.0]] * 4
         assert away < 1e-5
