@@ -14,6 +14,24 @@ from autoshard.exec.run.eager_check import check_eager
 from autoshard.program import from_torch
 
 
+class Sampling(nn.Module):
+    """A layer with noise in both modes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.linear(x) + torch.randn_like(x)
+
+
+def test_noise_in_both_modes_is_noted():
+    said = "The module draws random numbers, which are the same ones in every planned step: give them as an input."
+    for module, noted in ((Sampling(), True), (nn.Linear(6, 6), False)):
+        program = from_torch(module, (torch.ones(4, 6),), train=True, loss=lambda out: out.square().mean())
+        assert (said in program.notes) == noted
+
+
 class Codebook(nn.Module):
     """Codes that follow the averages of their inputs in training."""
 

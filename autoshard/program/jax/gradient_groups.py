@@ -368,7 +368,9 @@ class _TwoTraces:
             first = min(mixed, key=lambda value: value.order)
             return dataclasses.replace(first, trained=trained, why=why or first.why)
         self.mixing += 1
-        why = why or f"`{eqn.primitive.name}`, which mixes examples"
+        name = eqn.primitive.name
+        drawn = "random numbers of its own, which each part would draw alike" if name == "random_bits" else ""
+        why = why or drawn or f"`{name}`, which mixes examples"
         return _Value(Reduction.OTHER, trained, why, _line(eqn), self.mixing)
 
     def _reduced(self, eqn: Any, operands: Sequence[_Value], result: Any) -> tuple[Reduction, str]:

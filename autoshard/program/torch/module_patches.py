@@ -82,10 +82,11 @@ _CHECKS = "TRANSFORMERS_DISABLE_TORCH_CHECK"
 
 
 @contextlib.contextmanager
-def drawing(env: Any) -> Iterator[None]:
+def drawing(env: Any) -> Iterator[list[bool]]:
     """Draw torchax's random numbers from `PRNGKey(0)` while inside, and restore its own key on exit.
 
-    Every trace therefore draws the same numbers. A key that was split inside a trace would otherwise leak a tracer.
+    Every trace therefore draws the same numbers. A key that was split inside a trace would otherwise leak a tracer. The
+    yielded list is empty while inside, and has an element on exit if numbers were drawn.
 
     - `env`: the torchax environment, whose stored properties change while inside.
     """
@@ -97,9 +98,11 @@ def drawing(env: Any) -> Iterator[None]:
     holder, ours = env._property, type(param).override(param, prng=key)
     before = holder.content
     holder.content = [*before, ours] if isinstance(before, list) else ours  # torch_xla's torchax stores a stack
+    drawn: list[bool] = []
     try:
-        yield
+        yield drawn
     finally:
+        drawn += [True] if ours.prng is not key else []
         holder.content = before
 
 

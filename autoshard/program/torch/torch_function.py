@@ -100,6 +100,8 @@ class TorchFunction:
         """Names of the parameters, buffers and constants that the module wrote to in the last call."""
         self.assigned: dict[str, None] = {}
         """Names of attributes, neither parameters nor buffers, that the module reassigned in the last call."""
+        self.drawn: list[bool] = []
+        """Not empty if the module drew random numbers in the last call."""
         self.changing: set[str] = set()
         """Names of small buffers that the module writes to, which therefore cannot be constants."""
         self.cache: Any = None
@@ -406,7 +408,7 @@ class TorchFunction:
             stack.enter_context(torchs_own_gru(self.module))
             stack.enter_context(own_gradients(env))
             stack.enter_context(env)
-            stack.enter_context(drawing(env))
+            self.drawn = stack.enter_context(drawing(env))
             if self.mode is not None:
                 stack.enter_context(self.mode.noiseless(self.module))
             with jax.ensure_compile_time_eval() if self.folded else contextlib.nullcontext():
@@ -533,6 +535,10 @@ class TorchFunction:
         self.notes += self.mode.notes() if self.mode is not None else ()
         if self.quantize is not None:
             self.notes.append(eight_bit_note(self.module, self.layers, self.quantize, label))
+        if self.drawn:
+            self.notes.append(
+                "The module draws random numbers, which are the same ones in every planned step: give them as an input."
+            )
         if self.assigned:
             name, more = next(iter(self.assigned)), len(self.assigned) - 1
             self.notes.append(
