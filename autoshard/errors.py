@@ -1,5 +1,7 @@
 """Errors that a user can cause and can correct."""
 
+from collections.abc import Callable
+
 
 class Terminated(BaseException):
     """Request to end the command, raised when SIGTERM arrives."""
@@ -27,6 +29,25 @@ class PinError(UserError):
 
 class InfeasibleError(UserError):
     """Error for a memory limit that no plan satisfies on every device."""
+
+    def __init__(self, reason: str | Callable[[], str]) -> None:
+        """Store the sentence, or a function that finds it, which is called when the sentence is read."""
+        super().__init__(reason if isinstance(reason, str) else "")
+        self._reason = reason
+
+    def __str__(self) -> str:
+        """Return the sentence; a `UserError` that its function raises is the sentence."""
+        if not isinstance(self._reason, str):
+            try:
+                self._reason = self._reason()
+            except UserError as error:
+                self._reason = str(error)
+            self.args = (self._reason,)
+        return self._reason
+
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        """Return the class and the sentence, in place of its function, for `pickle`."""
+        return type(self), (str(self),)
 
 
 class FormError(UserError):

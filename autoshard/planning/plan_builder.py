@@ -192,8 +192,10 @@ def make_plan(
         searched, within = better_within(first, searched, within_form)
     best, found = searched.best, searched.best.found
     if isinstance(found, Infeasible):
-        reason = explain_infeasible(best.model, found, limits, best.required)
-        raise InfeasibleError(reason) from found
+        explain = functools.partial(explain_infeasible, best.model, found, limits, best.required)
+        # A search of recipes asks the last one alone for its reason, which takes seconds to find. Pins that exclude
+        # each other do so in every recipe.
+        raise InfeasibleError(explain() if before is None or best.required.allowed else explain) from found
     phases.start("write", "writing the plan")
     compared = searched.compared if isinstance(searched.compared.found, SearchResult) else best
     assert isinstance(compared.found, SearchResult)

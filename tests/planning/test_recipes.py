@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from autoshard.planning import (
     PlanResult,
     Running,
     make_plan,
+    plan_builder,
     plan_recipes,
     read_asked,
     settled_options,
@@ -106,6 +108,20 @@ def test_meshes_are_compared_with_the_best_recipe() -> None:
 def test_when_none_fits_the_last_says_what_would_help() -> None:
     with pytest.raises(InfeasibleError, match="the least found is"):  # although it is pruned before it is planned
         plan_recipes(lambda remat: made.program("two matmuls"), {"remat": ("none",)}, Options(**ON, memory_limit=200))
+
+
+def test_the_reason_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse two recipes that are planned, and explain one; the sentence is pickled."""
+    asked: list[int] = []
+    monkeypatch.setattr(plan_builder, "explain_infeasible", lambda *_: asked.append(1) or "no plan fits")
+    limit = make_plan(made.program("two matmuls"), Options(**ON)).plan.prediction.peak_bytes // 3
+    with pytest.raises(InfeasibleError) as refused:
+        plan_recipes(
+            lambda remat: made.program("two matmuls"), {"remat": ("none", "full")}, Options(**ON, memory_limit=limit)
+        )
+    assert not asked
+    assert str(pickle.loads(pickle.dumps(refused.value))) == str(refused.value) == "no plan fits"
+    assert asked == [1]
 
 
 def test_state_that_no_device_can_hold_ends_the_search() -> None:
