@@ -86,8 +86,7 @@ def make_export(plan: Plan, form: str, program: Program | None = None, *, force:
         _refuse_other_code(plan, known)
     program, problem = _opened(plan, known, program)
     check_names(known, plan.program_name, program, problem)
-    elsewhere = plan.origin.form != known.name
-    if program is not None and known.rest in (Rest.XLA, Rest.DTENSOR) and (elsewhere or known.gathers):
+    if program is not None and known.rest in (Rest.XLA, Rest.DTENSOR) and plan.origin.form != known.name:
         plan = with_split_batch(plan, program, known.gathers)
     examples = examples_sentence(plan, known, program, force)
     if not force:

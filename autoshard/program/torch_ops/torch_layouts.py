@@ -158,7 +158,9 @@ def written(run: Callable[..., Any], func: Any, args: Any, kwargs: Mapping[str, 
     results = run(_without_outputs(func), args, given)
     for target, result in zip(_pytree.tree_leaves(targets), _pytree.tree_leaves(results), strict=True):
         if target.shape != result.shape:
-            raise NotImplementedError(f"`out` of shape {tuple(target.shape)} for {tuple(result.shape)}")
+            raise NotImplementedError(
+                f"`out` of shape {tuple(target.shape)}: give it that of the result, {tuple(result.shape)}"
+            )
         run(torch.ops.aten.copy_.default, (target, result), {})
     return targets
 
@@ -175,4 +177,4 @@ def _without_outputs(func: Any) -> Any:
         other = getattr(func.overloadpacket, name)
         if [(each.name, str(each.type)) for each in other._schema.arguments] == wanted:
             return other
-    raise NotImplementedError(f"`{func}` without its output")
+    raise NotImplementedError(f"`{func}`, which has no form without `out`: write it out")
