@@ -109,6 +109,8 @@ def intermediate_states(
     summed = [a for a, s in enumerate(source) if s <= PARTIAL]
     scattered = [a for a in summed if target[a] >= 0]
     form = emitted(collectives, scattered) if scattered else Emitted.SUM
+    if form is Emitted.SCATTER and len({target[a] for a in scattered}) > 1:
+        form = Emitted.SUM
     if len(scattered) > 1 and form is Emitted.STAGED:
         for axis in scattered:
             now[axis] = target[axis]

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from autoshard.cost import Topology
 from autoshard.graph import Liveness, OpClass, OpGraph, Structure
+from autoshard.planning.price.combined_collectives import JOINED
 from autoshard.planning.space.decision_model import RESERVED, SCOPED, Model, Reshard
 from autoshard.planning.xla.axis_assignments import local_elements
 from autoshard.planning.xla.table_layouts import LARGEST_SLICE, turned_updates
@@ -123,9 +124,6 @@ def lower_memory_targets(topology: Topology) -> tuple[int, ...]:
     return tuple(int((even - far * headroom.error_deviation) * topology.usable_bytes) for far in (0.0, 2.0))
 
 
-JOINED = 30 * 2**20 + 7
-"""Bytes up to which the GPU compiler combines collectives: the default of its thresholds."""
-
 _Steps = Iterable[tuple[str, tuple[str, ...], float, float]]
 """Collectives of one reshard: kind, mesh axes, bytes and seconds of each."""
 _Group = tuple[str, tuple[str, ...], int]
@@ -226,7 +224,7 @@ def _bytes(model: Model, reshard: Reshard, state: NDArray[np.int64]) -> int:
     rounded.
     """
     elements = local_elements(state, reshard.path.factors, model.axis_sizes)
-    return round(float(elements[0]) * reshard.path.itemsize)
+    return round(float(elements[0]) * (reshard.path.itemsize // reshard.combined))
 
 
 def _joined(groups: Mapping[_Group, list[_Buffered]], first: bool) -> Iterator[_Buffered]:

@@ -37,8 +37,8 @@ from autoshard.planning.price.reshard_times import (
     reshard_line,
     reshard_overlap,
     reshard_time,
+    uncharged_bytes,
 )
-from autoshard.planning.price.softmax_credit import uncharged_bytes
 from autoshard.planning.price.sparse_core_rows import (
     OFFLOADING,
     offloaded_gathers,
@@ -179,7 +179,7 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
             key = (kind, axes, exposed < 0.5, reshard_cause(model, reshard, named))
             lines[key] = lines.get(key) or reshard_line(model, reshard)
             entry = totals[key]
-            entry[0] += reshard.trips
+            entry[0] += reshard.trips * reshard.combined
             entry[1] += size * reshard.trips
             entry[2] += seconds * reshard.trips
             entry[3] += seconds * exposed * reshard.trips

@@ -192,8 +192,9 @@ def _collective(model: Model, row: LedgerRow) -> Collective:
     """
     wire = sum(float(v) for v in model.collectives.wire_bytes(row.kind, row.axes, row.bytes * row.times).values())  # type: ignore[arg-type]
     exposed = row.lanes.get(EXPOSED, 0.0)
+    tensors = row.where.combined if isinstance(row.where, Reshard) else 1
     return Collective(
-        row.kind, row.axes, math.ceil(row.times), round(wire), row.step_s, exposed < 0.5, row.cause, row.line,
+        row.kind, row.axes, math.ceil(row.times * tensors), round(wire), row.step_s, exposed < 0.5, row.cause, row.line,
         exposed_s=row.step_s * exposed,
     )  # fmt: skip
 

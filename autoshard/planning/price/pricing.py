@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from autoshard.cost import Calibration, Mesh
 from autoshard.graph import FactorKind, Liveness, Op, OpClass, OpGraph, Structure, is_batched, rounds_rows
+from autoshard.planning.price.combined_collectives import CombinedCollectives, PartTables
 from autoshard.planning.price.device_memory import fixed_bytes
 from autoshard.planning.price.node_prices import LARGE_SHARE, NodePricer
 from autoshard.planning.price.reshard_paths import PathPrices, PathTables
@@ -122,7 +123,8 @@ class _Pricer(NodePricer):
         self.paths: dict[tuple[object, ...], dict[str, Seconds]] = {} if tables is None else tables.of(self.mesh)
         self.path_prices = PathPrices(self.collectives, self.link_of)
         self.shared_credits: dict[tuple[object, ...], Seconds] = {}
-        self.sum_places = SumPlaces(self.graph, self.structure, self.collectives, self.path_prices)
+        self.part_tables = PartTables(self.path_prices)
+        self.sum_places = SumPlaces(self.graph, self.structure, self.collectives, self.part_tables)
         self.alone = alone_between_loops(self.graph, self.structure, self.stored, self.updated)
         self.first, self.last = ends_of_step(self.graph)
 
@@ -136,6 +138,9 @@ class _Pricer(NodePricer):
             self.op_node[op] = len(self.nodes)
             self.add_heavy(self.graph.ops[op])
         copies = self.add_reshards(cluster_node)
+        if self.mesh.topology.traits.separate_collective_buffers:
+            combined = CombinedCollectives(self.graph, self.axes, self.part_tables)
+            self.reshards = list(combined.parts(self.reshards, self.role))
         fixed = fixed_bytes(self.graph, self.structure, self.liveness, self.mesh.topology)
         return Model(
             self.program, self.graph, self.structure, self.liveness, self.mesh, self.collectives, self.compute,
@@ -441,11 +446,8 @@ class _Pricer(NodePricer):
         Tensors of clusters of weights count as parameters. Values that enter a cluster of updates count as gradients;
         at a dot these are `GRADIENTS_AT_MATMUL`. Others are hidden next to a dot only.
         """
-        origin = self.nodes[source]
         at_matmul = self.graph.ops[op].kind == "dot_general"
-        cluster = origin.ref if origin.kind == "cluster" else -1
-        if origin.kind == "copy":
-            cluster = self.structure.cluster_of[origin.ref]
+        cluster = self.cluster_at(source)
         end = self.nodes[target]
         if cluster in self.stored:
             # A gather for the update itself runs next to the update, where no matmul is left to hide it.
@@ -453,9 +455,27 @@ class _Pricer(NodePricer):
                 return Overlap.NETWORK
             loops = at_matmul and self.mesh.topology.chip.loops_weight_gathers
             return Overlap.PARAMETERS_AT_MATMUL if loops else Overlap.PARAMETERS
-        if end.kind == "cluster" and end.ref in self.updated and cluster not in self.updated:
+        if self.updates(source, target):
             return Overlap.GRADIENTS_AT_MATMUL if at_matmul else Overlap.GRADIENTS
         return Overlap.MATMUL if at_matmul else Overlap.NONE
+
+    def role(self, each: Reshard) -> str:
+        """Return the role of a reshard for `CombinedCollectives.parts`."""
+        if self.updates(each.source, each.target):
+            return "sum" if self.cluster_at(each.source) not in self.stored else ""
+        return "gather" if self.cluster_at(each.source) in self.stored else ""
+
+    def updates(self, source: int, target: int) -> bool:
+        """Return True if a value that is no update itself enters a cluster of updates: a gradient does."""
+        end = self.nodes[target]
+        return end.kind == "cluster" and end.ref in self.updated and self.cluster_at(source) not in self.updated
+
+    def cluster_at(self, node: int) -> int:
+        """Return the cluster of a node, or of the tensor that it copies; -1 for an op."""
+        each = self.nodes[node]
+        return (
+            self.structure.cluster_of[each.ref] if each.kind == "copy" else each.ref if each.kind == "cluster" else -1
+        )
 
     def shared(self, path: Path) -> Path:
         """Return the first path with equal contents, so that all its reshards share results cached by identity."""

@@ -23,8 +23,8 @@ from autoshard.planning.price.reshard_times import (
     reshard_line,
     reshard_overlap,
     reshard_time,
+    uncharged_bytes,
 )
-from autoshard.planning.price.softmax_credit import uncharged_bytes
 from autoshard.planning.space.decision_model import EXPOSED, HOST, Channel, Model, Node, Reshard, link_names
 from autoshard.planning.space.op_models import FOLDED_OPS, heavy_seconds
 from autoshard.planning.space.op_work import OpWork

@@ -8,12 +8,11 @@ from numpy.typing import NDArray
 
 from autoshard.cost import Collectives
 from autoshard.graph import OpGraph, Structure
-from autoshard.planning.price.device_memory import JOINED
-from autoshard.planning.price.reshard_paths import PathPrices
-from autoshard.planning.space.decision_model import EXPOSED, Channel, Path, Reshard
+from autoshard.planning.price.combined_collectives import JOINED, PartTables, only_sums
+from autoshard.planning.space.decision_model import Path, Reshard
 from autoshard.planning.space.op_strategies import result_states
 from autoshard.planning.space.overlap import Overlap
-from autoshard.planning.xla.axis_assignments import PARTIAL, WHOLE, Seconds, States, distinct, local_elements, relabel
+from autoshard.planning.xla.axis_assignments import PARTIAL, WHOLE, States, distinct, local_elements, relabel
 from autoshard.planning.xla.rewritten_sums import ADDED, added_sums
 from autoshard.planning.xla.sums_after_loops import sums_after_loops
 
@@ -21,18 +20,16 @@ from autoshard.planning.xla.sums_after_loops import sums_after_loops
 class SumPlaces:
     """Division of reshards into parts by the place of their sums."""
 
-    def __init__(self, graph: OpGraph, structure: Structure, collectives: Collectives, prices: PathPrices) -> None:
-        """Find the sums that leave a loop or join others, if the compiler moves any; `prices` are those of the mesh's
-        paths.
+    def __init__(self, graph: OpGraph, structure: Structure, collectives: Collectives, tables: PartTables) -> None:
+        """Find the sums that leave a loop or join others, if the compiler moves any; `tables` has the seconds of
+        parts.
         """
-        self.graph, self.structure, self.prices, self.axes = graph, structure, prices, collectives.mesh.sizes
+        self.graph, self.structure, self.tables, self.axes = graph, structure, tables, collectives.mesh.sizes
         self.traits = collectives.mesh.topology.traits
         self.after = sums_after_loops(graph, structure) if self.traits.sums_after_loops else {}
         # The sum of a scatter is never staged over several axes, that of a matmul may be.
         alike = ADDED if not self.traits.stages or sum(size > 1 for size in self.axes) < 2 else ADDED[:1]
         self.joined = added_sums(graph, structure, alike) if self.traits.adds_before_sums else {}
-        self._masked: dict[tuple[object, ...], tuple[Seconds, Seconds]] = {}
-        self._exposed: dict[int, tuple[object, dict[str, Seconds]]] = {}
 
     def parts(self, each: Reshard) -> Iterator[Reshard]:
         """Yield a reshard in parts, each with the mask of the pairs of states at which its sums run in one place.
@@ -46,16 +43,16 @@ class SumPlaces:
             return
         rest = np.ones((len(path.source), len(path.target)), dtype=bool)
         if each.op in self.joined:
-            rest &= ~_only_sums(path)
+            rest &= ~only_sums(path)
         for moved, block in self._moved(each):
             runs = moved & rest
             if runs.any():
                 rest &= ~runs
                 yield dataclasses.replace(
                     each, block=block, trips=self.graph.trips(block), overlap=Overlap.NONE, forbidden=None, narrow=None,
-                    costs=self._at_pairs(self._seconds(each, block), runs), runs=runs,
+                    costs=self.tables.at_pairs(self.tables.seconds(path, Overlap.NONE, block), runs), runs=runs,
                 )  # fmt: skip
-        yield each if rest.all() else dataclasses.replace(each, costs=self._at_pairs(each.costs, rest), runs=rest)
+        yield each if rest.all() else dataclasses.replace(each, costs=self.tables.at_pairs(each.costs, rest), runs=rest)
 
     def apart(
         self, ops: tuple[int, int], ends: Sequence[tuple[int, States]], shared: Callable[[Path], Path]
@@ -77,7 +74,7 @@ class SumPlaces:
             relabel(np.maximum(each, PARTIAL), self.structure.dims_of[self.graph.ops[op].results[0]])
             for each, op in zip((own, other), ops, strict=True)
         )
-        widened = self.prices.collectives.widen_dtype(record.dtype) != record.dtype
+        widened = self.tables.prices.collectives.widen_dtype(record.dtype) != record.dtype
         sizes = record.itemsize, 4 if widened else record.itemsize
         path = shared(Path(record.shape, own, own, record.shape, own, np.full_like(other, WHOLE), *sizes))
         nodes = ends[0][0], ends[1][0]
@@ -85,7 +82,7 @@ class SumPlaces:
         each = Reshard(*nodes, record.id, op.id, op.loop, trips, Overlap.NONE, rows, columns, {}, None, path)
         alike = (own_dims[:, None, :] == other_dims[None, :, :]).all(axis=2)
         runs: NDArray[np.bool_] = ~alike & np.any(own <= PARTIAL, axis=1, keepdims=True)
-        costs = self._at_pairs(self._seconds(each, op.loop), runs)
+        costs = self.tables.at_pairs(self.tables.seconds(path, Overlap.NONE, op.loop), runs)
         if costs:
             yield dataclasses.replace(each, costs=costs, runs=runs)
 
@@ -108,30 +105,3 @@ class SumPlaces:
         if each.block >= 0 and self.traits.separate_collective_buffers and each.overlap != Overlap.NONE:
             small = local_elements(path.target, path.factors, self.axes) * path.itemsize <= JOINED
             yield summed.any(axis=2) & small[None, :], each.block
-
-    def _seconds(self, each: Reshard, block: int) -> dict[Channel, Seconds]:
-        """Return the tables of a reshard that overlaps with nothing, in `block`; equal paths share their tables."""
-        key = id(each.path)
-        if key not in self._exposed:
-            # The path is retained, so that no other path gets its `id`.
-            self._exposed[key] = each.path, self.prices.seconds(each.path, Overlap.NONE)
-        tables = self._exposed[key][1]
-        return {EXPOSED if what == EXPOSED[1] else (block, what): table for what, table in tables.items()}
-
-    def _at_pairs(self, costs: dict[Channel, Seconds], runs: NDArray[np.bool_]) -> dict[Channel, Seconds]:
-        """Return tables with 0 where `runs` is False; repeated layers share their tables, and so the results."""
-        masked: dict[Channel, Seconds] = {}
-        for channel, table in costs.items():
-            key = (id(table), runs.tobytes())
-            if key not in self._masked:
-                self._masked[key] = table, np.where(runs, table, 0.0)
-            masked[channel] = self._masked[key][1]
-        return masked
-
-
-def _only_sums(path: Path) -> NDArray[np.bool_]:
-    """Return a mask of the pairs of states between which partial results are summed, and slices are cut of them."""
-    source, target = path.source[:, None, :], path.target[None, :, :]
-    summed = source <= PARTIAL
-    unmoved = (summed | (source == WHOLE) | (source == target)).all(axis=2)
-    return summed.any(axis=2) & unmoved & (path.source_dims == path.passed_dims).all(axis=1)[:, None]

@@ -15,7 +15,7 @@ class Collective:
     """Mesh axes along which the devices communicate."""
     count: int
     """Executions in one step: every trip of a loop counts, and branches of a conditional count by their share, rounded
-    up.
+    up. A collective that the compiler makes of several counts once for each of its tensors.
     """
     wire_bytes: int
     """Bytes that one device sends in one step."""

@@ -272,6 +272,8 @@ class Reshard:
     """Mask of the matmul's alternatives that compute too little to pipeline the reshard into them; None for none."""
     runs: NDArray[np.bool_] | None = None
     """Mask of the pairs of rows and columns at which the reshard runs in this block; None for all."""
+    combined: int = 1
+    """Number of equal tensors in `path`, of which this one is one; `trips` counts its share of their executions."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

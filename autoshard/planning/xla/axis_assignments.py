@@ -227,8 +227,8 @@ def waves(
 
     They are in the partitioner's order:
 
-    1. Sums: a reduce-scatter if the result is split and the backend has one for that group, else one all-reduce. On
-       TPUs one all-reduce for all factors follows the reduce-scatters.
+    1. Sums: a reduce-scatter if one dim of the result is split and the backend has one for that group, else one
+       all-reduce. On TPUs one all-reduce for all factors follows the reduce-scatters.
     2. Slices, which are free; they follow the gathers if there are any.
     3. Gathers: one for each dim, the last dim first; on TPUs one for all dims.
     4. Moves between dims: one all-to-all for each axis. Several axes that leave one dim for one other dim move in one,
@@ -292,8 +292,11 @@ def waves(
             continue
         own = (f == f[..., axis : axis + 1]) & first[..., None]
         scatter, total = mask(own & (t >= 0)), mask(own & (t < 0))
-        sliced = only(scatter, scattering, Emitted.SUM)
         together, staged = only(scatter, scattering, Emitted.SCATTER), only(scatter, scattering, Emitted.STAGED)
+        split = np.where(own, t, WHOLE)
+        # A reduce-scatter splits one dim.
+        together = np.where(((split >= 0) & (split != split.max(axis=2, keepdims=True))).any(axis=2), 0, together)
+        sliced = scatter ^ together ^ staged
         for groups in (together, *(staged & 1 << a for a in range(count))):
             ends_last, ends_rows = groups & mask(t == last), groups & mask(t == last - 1)
             minor, rows = minor / parts[ends_last], rows / parts[ends_rows]

@@ -170,14 +170,18 @@ def _sum(rules, f, t, last, minor, local, sizes, steps):
             counted |= f[earlier] == f[axis]
         if counted:
             continue
-        scatter, total = 0, 0
+        scatter, total, split, dims = 0, 0, -1, 0
         for other in range(axes):
             if f[other] == f[axis]:
                 if t[other] >= 0:
                     scatter |= 1 << other
+                    dims += t[other] != split
+                    split = t[other]
                 else:
                     total |= 1 << other
         how = rules.scattering[scatter]
+        if how == AS_ONE and dims > 1:  # a reduce-scatter splits one dim
+            how = AS_SUM
         # Turn 0 reduces all axes at once; each later turn reduces one axis.
         begin = 1 if how == STAGED else 0
         end = axes + 1 if how == STAGED else 1 if how == AS_ONE else 0

@@ -2,19 +2,21 @@
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from autoshard.cost import Database, Topology, compiler_version, load_chip
+from autoshard.cost import Collectives, Database, Topology, compiler_version, load_chip
 from autoshard.errors import UserError
 from autoshard.exec import CompileReport, Verdict, compile_lines, compile_plan, refine
 from autoshard.exec.ahead import compile_targets as room
 from autoshard.exec.ahead.compile_targets import gpu_target
+from autoshard.exec.hlo.compiled_collectives import plan_mesh, read_collectives
 from autoshard.exec.hlo.hlo_text import parse_hlo
 from autoshard.exec.hlo.instruction_work import Reader
-from autoshard.planning import Options, make_plan
+from autoshard.planning import Options, make_plan, read_asked
 from autoshard.program import Program, config_program, trace
 
 
@@ -61,6 +63,73 @@ def test_a_plan_for_a_framework_that_gathers_is_compiled_as_planned() -> None:
     found = compile_plan(program, plan, 300.0)
     assert found.wire_predicted["data"] > 0
     assert found.wire_compiled == pytest.approx(found.wire_predicted, rel=0.05)
+
+
+@NEEDS_PLUGIN
+@pytest.mark.parametrize("result", [("a", "b"), pytest.param((("a", "b"), None), marks=pytest.mark.full)])
+def test_a_sum_is_scattered_along_one_dim_only(result: tuple[object, object]) -> None:
+    program = trace(lambda x, y: x.T @ y, (jax.ShapeDtypeStruct((16384, 2048), jnp.bfloat16),) * 2, name="gradient")
+    asked = read_asked({"x": (("a", "b"), None), "y": (("a", "b"), None), "*result*": result})
+    plan = make_plan(program, Options(topology="h100:8", mesh="a=2,b=4", asked=asked)).plan
+    found = compile_plan(program, plan, 300.0)
+    (summed,) = plan.prediction.collectives
+    assert summed.kind == ("all-reduce" if result[1] else "reduce-scatter")
+    assert sum(found.wire_compiled.values()) == pytest.approx(summed.wire_bytes, rel=0.01)
+
+
+def small_layers(stacked: bool) -> Program:
+    """Trace a training step of layers with several small weights each, in a stack or one after the other."""
+    layers, width = 4, 512
+    shapes = {"scale": (width,), "down": (width, 64), "up": (64, width), "bias": (width,)}
+
+    def layer(x: jax.Array, own: dict[str, jax.Array]) -> jax.Array:
+        return x + jnp.tanh((x * own["scale"]) @ own["down"]) @ own["up"] + own["bias"]
+
+    def loss(weights: Any, x: jax.Array) -> jax.Array:
+        if stacked:
+            x, _ = jax.lax.scan(lambda x, own: (layer(x, own), None), x, weights)
+        else:
+            for own in weights:
+                x = layer(x, own)
+        return jnp.square(x.astype(jnp.float32)).mean()
+
+    def step(weights: Any, x: jax.Array) -> Any:
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights, x))
+
+    def arrays(*leading: int) -> dict[str, jax.ShapeDtypeStruct]:
+        return {name: jax.ShapeDtypeStruct((*leading, *shape), jnp.bfloat16) for name, shape in shapes.items()}
+
+    weights = arrays(layers) if stacked else [arrays() for _ in range(layers)]
+    return trace(
+        step,
+        (weights, jax.ShapeDtypeStruct((65536, width), jnp.bfloat16)),
+        donate_argnums=0,
+        training=True,
+        name="small",
+    )
+
+
+@NEEDS_PLUGIN
+@pytest.mark.parametrize(
+    ("stacked", "form"),
+    [(True, "data_parallel"), (False, "fsdp")]
+    + [pytest.param(*each, marks=pytest.mark.full) for each in ((False, "data_parallel"), (True, "fsdp"))],
+)
+def test_small_collectives_of_a_block_take_as_long_as_those_that_the_compiler_makes_of_them(
+    stacked: bool, form: str
+) -> None:
+    program = small_layers(stacked)
+    plan = make_plan(program, Options(topology="h100:8*8", mesh="data=64")).baseline_plans[form]
+    found = compile_plan(program, plan, 300.0)
+    assert found.hlo
+    mesh = plan_mesh(plan)
+    prices = Collectives(mesh)
+    compiled_s = sum(
+        each.count * float(prices.time(each.kind, each.axes, each.size_bytes))
+        for each in read_collectives(found.hlo, mesh)
+        if each.size_bytes > 64  # the loss, of one number, is no part of the step
+    )
+    assert sum(each.seconds for each in plan.prediction.collectives) == pytest.approx(compiled_s, rel=0.35)
 
 
 @NEEDS_PLUGIN
