@@ -9,7 +9,16 @@ import numpy as np
 from autoshard.cost import Calibration, Collectives, Compute, Mesh
 from autoshard.graph import TILED, Cluster, ExtraTraffic, Fusion, Liveness, Op, OpClass, OpGraph, Softmax, Structure
 from autoshard.planning.space.attention_exchange import ExchangeAsked
-from autoshard.planning.space.decision_model import EXPOSED, HOST, Channel, MemoryTerm, Node, Residency, link_names
+from autoshard.planning.space.decision_model import (
+    EXPOSED,
+    HOST,
+    Channel,
+    MemoryTerm,
+    Node,
+    Reshard,
+    Residency,
+    link_names,
+)
 from autoshard.planning.space.derived_axes import AxisParts, StageAxis
 from autoshard.planning.space.op_models import FOLDED_OPS, heavy_seconds, model_of
 from autoshard.planning.space.op_strategies import heavy_strategies
@@ -104,6 +113,24 @@ class NodePricer:
         self.demands: dict[int, list[Demand]] = defaultdict(list)
         for demand in program_demands(graph, structure, mesh):
             self.demands[structure.cluster_of[demand.tensor]].append(demand)
+
+    def role(self, each: Reshard) -> str:
+        """Return the role of a reshard for `CombinedCollectives.parts`."""
+        if self.updates(each.source, each.target):
+            return "sum" if self.cluster_at(each.source) not in self.stored else ""
+        return "gather" if self.cluster_at(each.source) in self.stored else ""
+
+    def updates(self, source: int, target: int) -> bool:
+        """Return True if a value that is no update itself enters a cluster of updates: a gradient does."""
+        end = self.nodes[target]
+        return end.kind == "cluster" and end.ref in self.updated and self.cluster_at(source) not in self.updated
+
+    def cluster_at(self, node: int) -> int:
+        """Return the cluster of a node, or of the tensor that it copies; -1 for an op."""
+        each = self.nodes[node]
+        return (
+            self.structure.cluster_of[each.ref] if each.kind == "copy" else each.ref if each.kind == "cluster" else -1
+        )
 
     def clusters_of(self, tensors: Iterable[int]) -> set[int]:
         """Return the clusters of some tensors, without -1 for tensors that have none."""

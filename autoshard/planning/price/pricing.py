@@ -459,24 +459,6 @@ class _Pricer(NodePricer):
             return Overlap.GRADIENTS_AT_MATMUL if at_matmul else Overlap.GRADIENTS
         return Overlap.MATMUL if at_matmul else Overlap.NONE
 
-    def role(self, each: Reshard) -> str:
-        """Return the role of a reshard for `CombinedCollectives.parts`."""
-        if self.updates(each.source, each.target):
-            return "sum" if self.cluster_at(each.source) not in self.stored else ""
-        return "gather" if self.cluster_at(each.source) in self.stored else ""
-
-    def updates(self, source: int, target: int) -> bool:
-        """Return True if a value that is no update itself enters a cluster of updates: a gradient does."""
-        end = self.nodes[target]
-        return end.kind == "cluster" and end.ref in self.updated and self.cluster_at(source) not in self.updated
-
-    def cluster_at(self, node: int) -> int:
-        """Return the cluster of a node, or of the tensor that it copies; -1 for an op."""
-        each = self.nodes[node]
-        return (
-            self.structure.cluster_of[each.ref] if each.kind == "copy" else each.ref if each.kind == "cluster" else -1
-        )
-
     def shared(self, path: Path) -> Path:
         """Return the first path with equal contents, so that all its reshards share results cached by identity."""
         return self.equal.setdefault(path.contents(), path)

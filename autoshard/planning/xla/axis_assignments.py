@@ -295,7 +295,7 @@ def waves(
         together, staged = only(scatter, scattering, Emitted.SCATTER), only(scatter, scattering, Emitted.STAGED)
         split = np.where(own, t, WHOLE)
         # A reduce-scatter splits one dim.
-        together = np.where(((split >= 0) & (split != split.max(axis=2, keepdims=True))).any(axis=2), 0, together)
+        together = together * ~((split >= 0) & (split != split.max(axis=2, keepdims=True))).any(axis=2)
         sliced = scatter ^ together ^ staged
         for groups in (together, *(staged & 1 << a for a in range(count))):
             ends_last, ends_rows = groups & mask(t == last), groups & mask(t == last - 1)
