@@ -447,8 +447,7 @@ class _Pricer(NodePricer):
         at a dot these are `GRADIENTS_AT_MATMUL`. Others are hidden next to a dot only.
         """
         at_matmul = self.graph.ops[op].kind == "dot_general"
-        cluster = self.cluster_at(source)
-        end = self.nodes[target]
+        cluster, end = self.cluster_at(source), self.nodes[target]
         if cluster in self.stored:
             # A gather for the update itself runs next to the update, where no matmul is left to hide it.
             if end.kind == "cluster" and end.ref in self.updated:
