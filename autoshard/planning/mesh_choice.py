@@ -11,7 +11,7 @@ from autoshard.planning.forms.spec_search import NEAR
 from autoshard.planning.forms.within_form import BestWithin, plan_within
 from autoshard.planning.mesh.baseline_mesh import with_baselines
 from autoshard.planning.mesh.mesh_attempt import Incumbent, MeshAttempt, MeshAttempts, MeshBest
-from autoshard.planning.mesh.mesh_search import MeshSearch
+from autoshard.planning.mesh.mesh_search import MeshSearch, PrunedByBound
 from autoshard.planning.mesh.mesh_searcher import MeshOutcome, Searcher
 from autoshard.planning.price.reshard_paths import PathTables
 from autoshard.planning.record.plan_parts import MeshTried
@@ -27,7 +27,7 @@ class EarlierRecipes:
     """Results of other recipes of a program, planned with the same options."""
 
     rival: Incumbent | None
-    """Incumbent that a plan must beat, if the mesh is searched; None if there is none."""
+    """Incumbent that a plan must beat; None if there is none."""
     tables: PathTables
     """Path tables of reshards that all recipes share."""
     stages: int = 0
@@ -74,8 +74,8 @@ def search_meshes(
     - `first`: form's plan on one axis of all devices; None if there is none. A mesh replaces it only if it is faster by
       `NEAR` without the form.
 
-    Raises `PrunedByBound` if the mesh is searched and no mesh beats the rival in `before`, and `UserError` as
-    `MeshSearch.run` does.
+    Raises `PrunedByBound` if bounds show that no plan beats the rival in `before`, and `UserError` as `MeshSearch.run`
+    does.
     """
     task, phases, topology = search_on.task, search_on.phases, search_on.topology
     rival, meshes = (None, None) if before is None else (before.rival, before.meshes)
@@ -109,6 +109,8 @@ def search_meshes(
     # The search on the cut mesh starts from the first result, so the first search gets more of the time.
     share = 1.0 if axis_parts is None else 0.6
     if mesh_choice is None:
+        if rival is not None:
+            _check_bound(MeshAttempts(task, time_limit, hopeless=True), chosen, rival, axis_parts is not None)
         original = search_on.mesh(chosen, share * time_limit)
     else:
         original = search_on.priced(mesh_choice.model, mesh_choice.required, mesh_choice.choices, share * time_limit)
@@ -126,6 +128,21 @@ def search_meshes(
     return MeshResults(
         best, compared, outcomes, mesh_choice.tried, mesh_choice.others, mesh_choice.unconstrained_bound_s, notes
     )
+
+
+MOST_SAVED = 0.25
+"""Share of a step that plans on parts of an axis are assumed to save at most over plans on the whole axis."""
+
+
+def _check_bound(attempts: MeshAttempts, mesh: Mesh, rival: Incumbent, has_parts: bool) -> None:
+    """Raise `PrunedByBound` if a lower bound of the plans on a given mesh shows that none beats the rival.
+
+    - `has_parts`: True if an axis of the mesh may be cut in two; the bound is that of the uncut mesh.
+    """
+    aim = dataclasses.replace(rival, step_s=rival.step_s / (1 - MOST_SAVED)) if has_parts else rival
+    tried = attempts.bound(mesh, aim)
+    if tried is not None and not tried.excluded and tried.bound_s is not None:
+        raise PrunedByBound((1 - MOST_SAVED) * tried.bound_s if has_parts else tried.bound_s)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -166,6 +166,8 @@ def make_plan(
     reading = analyse_program(program, parsed, running.kept)
     if form is not None and form.gathers:
         reading = with_own_examples(unlowered, reading)
+    if form is not None and form.eager:
+        reading = dataclasses.replace(reading, eager=True)
     crew = running.crew or WorkerCrew()
     crew.progress = phases.progress
     share(crew, program, reading)

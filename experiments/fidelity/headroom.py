@@ -1,14 +1,14 @@
-"""Effect of full memory on a step: one program and plan, its batch raised until the TPU compiler refuses it.
+"""Effect of full memory on a step: one program and plan, its batch raised until the compiler refuses it.
 
     python experiments/fidelity/headroom.py [--only TEXT ...] [--share S ...] [--table] [--write]
 
-Each point is planned as the baseline FSDP and compiled with no TPU. Its batch uses the share S of the chip's memory, by
-the memory model. The script reports if the plan fits, and the compiler's own recomputation. It also compares the time
-of a sample with that of the same plan with free memory.
+Each point is planned as the baseline FSDP and compiled with no accelerator. Its batch uses the share S of the chip's
+memory, by the memory model. The script reports if the plan fits, and the compiler's own recomputation. It also compares
+the time of a sample with that of the same plan with free memory.
 
 Results are saved by program and share in `experiments/results/headroom.json`, so that a broken run resumes. `--write`
 stores the cost of nearly full memory in `autoshard/planning/price/headroom.json`, from these points and those of
-`compile_fidelity.py`. For GPUs, which have no such points, it stores the errors of `gpu_fidelity.py`.
+`compile_fidelity.py`, and for GPUs with the errors of `gpu_fidelity.py`.
 """
 
 import dataclasses
@@ -42,6 +42,10 @@ LARGE_ON_GPUS = 1 / 8
 
 SHARES = (0.70, 0.85, 0.92, 0.97, 1.0, 1.03, 1.10)
 """Shares of the chip's memory, as predicted; the first leaves memory free."""
+SHARES_ON_GPUS = (0.60, 0.70, 0.75, 0.80, 0.85, 0.92, 1.0)
+"""The same for GPUs, whose compiler recomputes earlier."""
+ON_GPUS = ", on GPUs"
+"""End of the names of GPU cases."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +67,10 @@ CASES = {
     "MLP, unrolled": Case(lambda n: jax_mlp(12, 4096, n), "v5e:2x4", 8, 65536, 256),
     "decoder, scanned": Case(
         lambda n: hf(SMALL, train=True, remat="none", batch=n, seq=256), "v5e:4x4", 16, 24, 1
+    ),
+    "MLP, unrolled" + ON_GPUS: Case(lambda n: jax_mlp(12, 4096, n), "h100:8", 8, 262144, 1024),
+    "decoder, scanned" + ON_GPUS: Case(
+        lambda n: hf(SMALL, train=True, remat="none", batch=n, seq=256, attention="cudnn"), "h100:8", 8, 96, 4
     ),
 }  # fmt: skip
 
@@ -134,34 +142,45 @@ def constants(rows: Rows) -> dict[str, Any]:
 
     All points of one program have the same error, so that they count as one.
     """
-    points, programs = list(rows.values()), by_program(rows).values()
-    above = [_share(point, "compiled") for point in points if point["verdict"] == RECOMPUTE]
-    below = [_share(point, "compiled") for point in points if point["verdict"] == "fits"]
-    errors = [statistics.mean(map(_error, fitting)) for mine in programs if (fitting := _compiled_large(mine))]
+    by_name = by_program(rows)
+    on_tpus = [mine for name, mine in by_name.items() if not name.endswith(ON_GPUS)]
+    others = [mine for name, mine in by_name.items() if name.endswith(ON_GPUS)]
+    errors = [statistics.mean(map(_error, fitting)) for mine in on_tpus if (fitting := _compiled_large(mine))]
     errors += [_error(row) for row in _compiled_large(map(_flat, json.loads(FIDELITY.read_text()).values()))]
-    unhidden = [share for mine in programs if (share := _unhidden(mine)) is not None]
     on_gpus = [
         _error(row) / _share(row, "predicted")
         for row in map(_flat, json.loads(GPU_FIDELITY.read_text()).values())
         if _share(row, "predicted") >= LARGE_ON_GPUS
     ]
     gpu = {
-        "recompute_from": None,
-        "unhidden": 0.0,
+        **_onset(others),
         "error_mean": round(statistics.mean(on_gpus), 4),
         "error_deviation": round(statistics.stdev(on_gpus), 4),
-        "source": f"XLA's compiler for H100s: {len(on_gpus)} programs that take an eighth of the memory or more "
-        "(experiments/results/gpu_fidelity.md)",
+        "source": f"XLA's compiler for H100s: {sum(map(len, others))} points of {len(others)} programs "
+        f"(experiments/results/headroom.md); errors of {len(on_gpus)} programs that take an eighth of the memory or "
+        "more (gpu_fidelity.md)",
     }
     tpu = {
-        "recompute_from": round((max(below) + min(above)) / 2, 3),
-        "unhidden": round(statistics.mean(unhidden), 2),
+        **_onset(on_tpus),
         "error_mean": round(statistics.mean(errors), 4),
         "error_deviation": round(statistics.stdev(errors), 4),
-        "source": f"libtpu 0.0.51: {len(points)} points of {len(programs)} programs (experiments/results/headroom.md); "
+        "source": f"libtpu 0.0.51: {sum(map(len, on_tpus))} points of {len(on_tpus)} programs "
+        "(experiments/results/headroom.md); "
         f"errors of {len(errors)} programs that take a third of the memory or more (also compile_fidelity.md)",
     }
     return {"TPU": tpu, "GPU": gpu}
+
+
+def _onset(programs: list[list[dict[str, Any]]]) -> dict[str, float]:
+    """Return the share of the memory from which the compiler recomputes, and the communication that it then exposes."""
+    points = [point for mine in programs for point in mine]
+    above = [_share(point, "compiled") for point in points if point["verdict"] == RECOMPUTE]
+    below = [_share(point, "compiled") for point in points if point["verdict"] == "fits"]
+    unhidden = [share for mine in programs if (share := _unhidden(mine)) is not None]
+    return {
+        "recompute_from": round((max(below) + min(above)) / 2, 3),
+        "unhidden": round(statistics.mean(unhidden), 2),
+    }
 
 
 def _unhidden(points: list[dict[str, Any]]) -> float | None:
@@ -204,10 +223,11 @@ def table(rows: Rows) -> str:
     return page(
         "# What full memory does to a step",
         """
-`python experiments/fidelity/headroom.py`; libtpu, no TPU. One FSDP plan per program, its batch raised. Shares are of
-the chip's memory; `recompute`: matrix flops beyond the program's; `hidden`: ms of communication beside
-compute; `per sample`: estimated time of a sample over that of the first point, `foreseen` the same of our
-prediction. What does not fit has under `compiled` what the compiler would need after it tried to recompute.
+`python experiments/fidelity/headroom.py`; libtpu and XLA for GPUs, no accelerator. One FSDP plan per program, its batch
+raised. Shares are of the chip's memory; `recompute`: matrix flops beyond the program's; `hidden`: ms of communication
+beside compute; `per sample`: estimated time of a sample over that of the first point, `foreseen` the same of our
+prediction. What does not fit has under `compiled` what the compiler would need after it tried to recompute; so has what
+GPUs recompute.
 """,
         grid(
             "program | batch of a device | predicted | compiled | verdict | recompute | hidden | per sample | foreseen",
@@ -234,11 +254,12 @@ def _cells(point: dict[str, Any], first: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     parser = own_parser(time_limit=600.0)
-    parser.add_argument("--share", type=float, nargs="*", default=SHARES, help="predicted shares of the chip's memory")
+    parser.add_argument("--share", type=float, nargs="*", help="predicted shares of the chip's memory")
     parser.add_argument("--write", action="store_true", help="write the constants, too")
     given = parser.parse_args()
     known = Results(given.out / "headroom.json").rows
-    names = [*(f"{name} at {share:.2f}" for name in CASES for share in given.share), *known]
+    shares = {name: given.share or (SHARES_ON_GPUS if name.endswith(ON_GPUS) else SHARES) for name in CASES}
+    names = [*(f"{name} at {share:.2f}" for name in CASES for share in shares[name]), *known]
     code = Experiment(
         script=__file__,
         names=dict.fromkeys(names),

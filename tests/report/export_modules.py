@@ -1,5 +1,6 @@
 """Small modules that exports for torch have to get right, and the run of their code on four processes over gloo."""
 
+import functools
 import json
 import os
 import runpy
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 
 CLIP = 1e-3
@@ -57,6 +59,18 @@ class Heads(nn.Module):
         )
         context = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
         return self.o(context.reshape(batch, length, -1))
+
+
+class Recomputed(nn.Module):
+    """Attention under a checkpoint that saves the results of matmuls, and counts the ops of both runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Heads(3, 4, False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+        return x + checkpoint(self.block, x, use_reentrant=False, context_fn=contexts)
 
 
 class Experts(nn.Module):
@@ -141,6 +155,14 @@ CASES: dict[str, tuple[Any, Any, Any, Any, dict[str, int], dict[str, str]]] = {
     "tied": (Tied, IDS, IDS, entropy, BOTH, {"e.weight": OUT, "l.weight": OUT}),
     "open": (lambda: Heads(4, 8, True), numbers(4, 8, 16), numbers(4, 8, 16), squares, MODEL, ATTENTION),
     "heads": (lambda: Heads(3, 4, False), numbers(4, 6, 16), numbers(4, 6, 16), squares, MODEL, ATTENTION),
+    "recomputed": (
+        Recomputed,
+        numbers(4, 6, 16),
+        numbers(4, 6, 16),
+        squares,
+        BOTH,
+        {f"block.{name}": spec for name, spec in ATTENTION.items()},
+    ),
     "experts": (
         Experts,
         numbers(8, 16),

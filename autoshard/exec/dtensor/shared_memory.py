@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.utils import _pytree
+from torch.utils import _python_dispatch, _pytree
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from autoshard.exec.dtensor.split_trial import settle
@@ -55,7 +55,7 @@ class SharedMemory:
         views = {id(leaf): self._view(leaf) for leaf in sources}
         shadows = [views[id(leaf)].shadow if id(leaf) in views else _shadow(leaf) for leaf in leaves]
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _python_dispatch._disable_current_modes():
                 positional, named = _pytree.tree_unflatten(shadows, spec)
                 expected = _pytree.tree_leaves(func(*positional, **named))
         except Exception:  # results whose shapes depend on values, or a function without shapes: none is a view
@@ -251,7 +251,9 @@ def _shadow(leaf: Any) -> Any:
     """Return a tensor on the meta device with the shape, strides and dtype of a tensor; any other value unchanged."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    return torch.empty_strided(tuple(leaf.shape), leaf.stride(), dtype=leaf.dtype, device="meta")
+    # A checkpoint counts the ops of a module, and those of this file differ as it runs again.
+    with _python_dispatch._disable_current_modes():
+        return torch.empty_strided(tuple(leaf.shape), leaf.stride(), dtype=leaf.dtype, device="meta")
 
 
 def _storage(shadow: Any) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils import _pytree
+from torch.utils import _python_dispatch, _pytree
 
 from autoshard.exec.dtensor.shared_memory import SharedMemory
 from autoshard.exec.dtensor.split_functions import ON_SHARDS
@@ -120,14 +120,9 @@ class SplitOps(TorchFunctionMode):
         given, keywords = _pytree.tree_map_only(torch.Tensor, self._distributed, (args, kwargs))
         key = _key(func, (given, keywords))
         if key not in self._runs:
-            wrong = self._agreed(trial(func, run_split, given, keywords, _changes(func)))
-            self._runs[key] = not wrong
-            by_batch, by_key = self._by_batch(func, given, keywords) if wrong else (None, None)
-            if by_batch and by_key not in self._runs:
-                split, named = by_batch
-                self._runs[by_key] = not self._agreed(trial(func, run_split, split, named, _changes(func)))
-            if wrong and not (by_batch and self._runs[by_key]):
-                self._note(func, wrong)
+            # A checkpoint counts the ops of a module, and trials are missing as it runs again.
+            with _python_dispatch._disable_current_modes():
+                self._try(func, given, keywords, key)
         if not self._runs[key]:
             by_batch, by_key = self._by_batch(func, given, keywords)
             if by_batch and self._runs.get(by_key):
@@ -142,6 +137,17 @@ class SplitOps(TorchFunctionMode):
             self._note(func, self._agreed("its result is of another shape"))
             self._runs[key] = False
         return self.memory.record(func, args, kwargs, self._on_whole(func, args, kwargs), key)
+
+    def _try(self, func: Callable[..., Any], given: Any, keywords: Any, key: Any) -> None:
+        """Record if a function runs on its arguments as they are split, else if it runs on them split by batch."""
+        wrong = self._agreed(trial(func, run_split, given, keywords, _changes(func)))
+        self._runs[key] = not wrong
+        by_batch, by_key = self._by_batch(func, given, keywords) if wrong else (None, None)
+        if by_batch and by_key not in self._runs:
+            split, named = by_batch
+            self._runs[by_key] = not self._agreed(trial(func, run_split, split, named, _changes(func)))
+        if wrong and not (by_batch and self._runs[by_key]):
+            self._note(func, wrong)
 
     def _pinned(self, func: Callable[..., Any], args: Sequence[Any]) -> Callable[[Any], Any]:
         """Return a function that places a DTensor result of `func` as planned, if it has a pin and no layer runs, and

@@ -85,9 +85,9 @@ def _tight(model: Model, outcome: Outcome, memory_limit: int) -> list[str]:
     `TIGHT` of the limit gives it.
     """
     peak, step, topology = format_bytes(outcome.peak_bytes), outcome.step_time_s, model.mesh.topology
-    tight = tight_seconds(topology, outcome.peak_bytes, outcome.compute_s, outcome.hidden_s)
+    tight = tight_seconds(model, outcome.peak_bytes, outcome.compute_s, outcome.hidden_s)
     if tight > NOTICEABLE * step:
-        fails = "the compiler may recompute values or refuse" if topology.traits.compiles_ahead else "it may run out"
+        fails = "it may run out" if model.eager else "the compiler may recompute values or refuse"
         line = f"memory is tight: {peak} of the chip's {format_bytes(topology.usable_bytes)}; {fails}"
         return [f"{line}, which counts as {format_seconds(tight)} ({tight / step:.1%}) more a step."]
     if outcome.peak_bytes > TIGHT * memory_limit:

@@ -85,6 +85,11 @@ class Form:
         """
         return self.rest in (Rest.DTENSOR, Rest.MAXTEXT)
 
+    @property
+    def eager(self) -> bool:
+        """True if the form's framework runs the step op by op."""
+        return self.rest in (Rest.DTENSOR, Rest.STAGES)
+
 
 FORMS = {
     form.name: form

@@ -250,7 +250,8 @@ class SpecSearch:
     def expressed(self, specs: Mapping[str, Spec]) -> dict[str, Spec | None]:
         """Return specs of arguments as the form expresses them.
 
-        A form that gathers splits all inputs along their examples alike: each process computes its own.
+        A form that gathers splits all inputs along their examples alike, as pinned if any is: each process computes its
+        own.
         """
         given = expressible_specs(self.form, specs, self.shapes, self.roles, self.model.mesh.axes)
         if not self.form.gathers:
@@ -259,7 +260,8 @@ class SpecSearch:
         split = {
             name: spec.of_rank(len(self.shapes[name])).dims[dims[name]] for name in dims if (spec := given.get(name))
         }
-        axes = max(split.values(), key=len, default=())
+        fixed = [split[name] for name in split if name in self.pinned]
+        axes = max(fixed or split.values(), key=len, default=())
         parts = math.prod(self.model.mesh.axes[axis] for axis in axes)
         for name in self.tensors:
             if self.roles[name] == Role.BATCH and name not in self.pinned:

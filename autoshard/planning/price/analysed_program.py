@@ -68,6 +68,8 @@ class AnalysedProgram:
     """Buffers and fusions, as the backend's compiler makes them."""
     groups: Groups
     """Dim groups of the program."""
+    eager: bool = False
+    """True if a framework runs the step op by op, so that no compiler recomputes values where memory is short."""
 
 
 def analyse_program(program: Program, where: Topology | str, kept: bool = False) -> AnalysedProgram:
@@ -190,7 +192,8 @@ def build_model(
     if mesh.topology.traits.gpu_kernels and mesh.num_devices > 1:
         liveness = defer_filter_gradients(graph, liveness)
     program = lowered_for(program, mesh.topology.traits.platform)
-    return price(program, graph, structure, liveness, where, memory_limit, calibration, tables)
+    model = price(program, graph, structure, liveness, where, memory_limit, calibration, tables)
+    return dataclasses.replace(model, eager=True) if reading.eager else model
 
 
 def _defers_gradients(program: Program, mesh: Mesh, calibration: Calibration | None) -> bool:

@@ -81,23 +81,30 @@ def load_headroom(compiler: str) -> Headroom:
     return Headroom(**json.loads(_FILE.read_text())[compiler])
 
 
-def _headroom(topology: Topology) -> Headroom | None:
-    """Return the constants of the compiler for a topology; None for CPUs, whose memory has no such limit."""
-    traits = topology.traits
-    return load_headroom("TPU" if traits.compiles_ahead else "GPU") if traits.compiles_without_devices else None
+def _headroom(model: Model) -> Headroom | None:
+    """Return the constants of the compiler of a model's devices; None for CPUs, whose memory has no such limit.
+
+    Nothing recomputes values where no compiler sees the whole step.
+    """
+    traits = model.mesh.topology.traits
+    if not traits.compiles_without_devices:
+        return None
+    headroom = load_headroom("TPU" if traits.compiles_ahead else "GPU")
+    return dataclasses.replace(headroom, recompute_from=None) if model.eager else headroom
 
 
-def tight_seconds(topology: Topology, peak_bytes: int, compute_s: float, hidden_s: float) -> float:
+def tight_seconds(model: Model, peak_bytes: int, compute_s: float, hidden_s: float) -> float:
     """Return the expected seconds that nearly full memory adds to a step.
 
     The result is never negative, and 0 for CPUs. The peak is compared with the usable memory of the chip, not with the
     memory limit. At most a forward pass of recomputation is added, and the share `unhidden` of hidden communication.
-    GPUs run out of memory instead; then the step has to be run with recomputation, so that this is its expected price.
+    Frameworks that run op by op run out of memory instead; then the step has to be run with recomputation, so that this
+    is its expected price.
 
     - `peak_bytes`: predicted peak of one device.
     - `compute_s`, `hidden_s`: seconds of compute and of hidden communication in the step.
     """
-    headroom, share = _headroom(topology), peak_bytes / topology.usable_bytes
+    headroom, share = _headroom(model), peak_bytes / model.mesh.topology.usable_bytes
     if headroom is None:
         return 0.0
     begins = headroom.recompute_from
@@ -110,18 +117,19 @@ def tight_seconds(topology: Topology, peak_bytes: int, compute_s: float, hidden_
     )
 
 
-def lower_memory_targets(topology: Topology) -> tuple[int, ...]:
+def lower_memory_targets(model: Model) -> tuple[int, ...]:
     """Return two peaks in bytes of one device, the larger first.
 
     The compiler recomputes, or memory runs out, at the first with even odds, and at the second in 2 % of cases. Empty
     for CPUs.
     """
-    headroom = _headroom(topology)
+    headroom = _headroom(model)
     if headroom is None:
         return ()
     even = (1.0 if headroom.recompute_from is None else headroom.recompute_from) - headroom.error_mean
     # Two standard deviations below even odds the need exceeds the limit in 2 % of cases.
-    return tuple(int((even - far * headroom.error_deviation) * topology.usable_bytes) for far in (0.0, 2.0))
+    usable = model.mesh.topology.usable_bytes
+    return tuple(int((even - far * headroom.error_deviation) * usable) for far in (0.0, 2.0))
 
 
 _Steps = Iterable[tuple[str, tuple[str, ...], float, float]]

@@ -39,7 +39,7 @@ def predict(model: Model, outcome: Outcome, memory_limit: int) -> Prediction:
         wire_bytes=wire,
         collectives=outcome.collectives,
         peak_at=_op_name(model, outcome.peak_time),
-        tight_s=tight_seconds(model.mesh.topology, outcome.peak_bytes, compute, outcome.hidden_s),
+        tight_s=tight_seconds(model, outcome.peak_bytes, compute, outcome.hidden_s),
         host_bytes=outcome.host_bytes,
     )
 

@@ -103,11 +103,10 @@ class _SavableValues:
         kept, away = _sets([path == INPUT for path in self.paths], self.can_offload)
         step, compute, hidden = self.times(kept, away)
         peak = self.peaks(kept, away)
-        topology = self.model.mesh.topology
         base = self.outcome
         least = float("inf")
         if base.peak_bytes <= memory_limit:
-            least = base.step_time_s + tight_seconds(topology, base.peak_bytes, base.compute_s, base.hidden_s)
+            least = base.step_time_s + tight_seconds(self.model, base.peak_bytes, base.compute_s, base.hidden_s)
         best: RematForecast | None = None
         for at in np.lexsort((kept.sum(axis=1), away.sum(axis=1), step)):
             # Sets are in order of their step, and memory pressure only adds to it.
@@ -115,7 +114,7 @@ class _SavableValues:
                 break
             if peak[at] > memory_limit or not (kept[at].any() or away[at].any()):
                 continue
-            expected = step[at] + tight_seconds(topology, int(peak[at]), float(compute[at]), float(hidden[at]))
+            expected = step[at] + tight_seconds(self.model, int(peak[at]), float(compute[at]), float(hidden[at]))
             if expected < least:
                 least = expected
                 best = RematForecast(self.policy(kept[at], away[at]), float(step[at]), int(peak[at]), float(expected))

@@ -62,6 +62,9 @@ TABLES = 400_000_000
 PROGRAMS = 4
 """Most programs of recipes that a search stores, since it may come back to a recipe."""
 
+NEARLY_FULL = 0.02
+"""Share of the step that nearly full memory is expected to add, from which on the plain step is not the answer."""
+
 UNLIMITED = 1024
 """Memory of a sketch, in memories of a device: more than any step that is offloaded to fit needs."""
 
@@ -86,7 +89,8 @@ def plan_recipes(
       tie.
     - `options`, `running`: options of each plan, and circumstances that change none.
     - `of_source`: True if the choices are those of `source_choices`, which allow more pruning (below).
-    - `first_if_fits`: True if the plan of the first recipe is the answer wherever it fits, without words on recipes.
+    - `first_if_fits`: True if the plan of the first recipe is the answer, without words on recipes, wherever it fits
+      and nearly full memory is not expected to add more than `NEARLY_FULL` of the step.
 
     Every recipe is planned with its own mesh and sharding. A recipe is skipped if a lower bound on every mesh
     exceeds the best time so far, or if its values fit on no mesh. The bound is the time of its arithmetic, or of its
@@ -130,7 +134,11 @@ def plan_recipes(
         search.consider(recipe)
         if first_if_fits and len(search.tried) == 1:
             if search.best is not None:
-                return recipe, search.best[1]
+                prediction = search.best[1].plan.prediction
+                if prediction.tight_s <= NEARLY_FULL * prediction.step_time_s:
+                    return recipe, search.best[1]
+                search.say(f"The plain step nearly fills memory; trying {', '.join(choices)}")
+                continue
             state, room = state_bytes(search.make(**recipe.arguments)), search.limit * search.topology.num_devices
             if state > room and len(choices.get("host", ())) < 2:
                 # No recipe holds less state, so the one of least activations says what would help.

@@ -139,7 +139,7 @@ def search(
         raise Infeasible(state.certified, completed)
     if state.best.tight_s > GOOD_ENOUGH * state.best.outcome.step_time_s:
         progress("memory is nearly full: looking for plans that need less")
-        for target in lower_memory_targets(model.mesh.topology):
+        for target in lower_memory_targets(model):
             roomier = dataclasses.replace(limits.share(ROOMIER_SHARE), memory_bytes=target)
             state.search_within(roomier, required, fitting)
     best = dataclasses.replace(_leaner(model, state.best, required, limits.memory_bytes), name="plan")
@@ -459,5 +459,5 @@ def evaluated_candidate(
     - `outcome`: evaluation of the choices.
     - `memory_limit`: bytes of one device.
     """
-    tight = tight_seconds(model.mesh.topology, outcome.peak_bytes, outcome.compute_s, outcome.hidden_s)
+    tight = tight_seconds(model, outcome.peak_bytes, outcome.compute_s, outcome.hidden_s)
     return Candidate(name, choices, outcome, outcome.peak_bytes <= memory_limit, tight)

@@ -349,6 +349,8 @@ class Model:
     """Bytes that no choice changes (scalars, and tables of addresses on TPUs)."""
     credited_tensors: frozenset[int]
     """Tensors whose bytes softmaxes subtract from adjacent matmuls; cached, since every evaluation needs them."""
+    eager: bool = False
+    """Value of `AnalysedProgram.eager`."""
 
     @property
     def axis_sizes(self) -> list[int]:
