@@ -30,6 +30,16 @@ def inputs():
     return x, y, rng.integers(-2, 5, (3, 4)), rng.random((3, 4)) > 0.5
 
 
+SPELT = torch.tensor([[1, 2, 3], [3, 3, 2]])
+"""Classes of two examples of `ctc_loss`."""
+
+
+def spoken(x):
+    """Return the logarithms of class probabilities of two examples, [9, 2, 4]."""
+    steps = torch.cat([x, x.sin(), -x])
+    return F.log_softmax(torch.stack([steps, steps * 0.5], 1), -1)
+
+
 def written(x, key, value):
     copy = x.clone()
     copy[key] = value
@@ -119,6 +129,11 @@ EQUAL = {
         lambda x, y, n, m: F.gaussian_nll_loss(x, y.expand(3, 4), x.exp()[:, :1], full=True),
         lambda x, y, n, m: F.multilabel_margin_loss(x, torch.tensor([[1, 2, -1, 0], [3, 0, 1, 2], [-1, 0, 0, 0]])),
         lambda x, y, n, m: F.multilabel_soft_margin_loss(x, m.float(), reduction="none"),
+        lambda x, y, n, m: F.ctc_loss(spoken(x), SPELT, (9, 7), (3, 2)),
+        lambda x, y, n, m: F.ctc_loss(
+            spoken(x), SPELT, torch.tensor([9, 3]), torch.tensor([3, 3]), 0, "sum", zero_infinity=True
+        ),
+        lambda x, y, n, m: F.ctc_loss(spoken(x)[:, 0], SPELT[0] - 1, torch.tensor(9), torch.tensor(3), 3, "none"),
         lambda x, y, n, m: F.affine_grid(x[None, :2, :3], (1, 2, 3, 4), align_corners=True),
     ],
 }

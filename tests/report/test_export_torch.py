@@ -225,3 +225,13 @@ def test_an_fsdp_plan_stays_one_where_its_ids_stand_whole() -> None:
     assert names["INPUTS"] == {"input_ids": 0, "labels": 0}
     dtensor = make_export(ids, "dtensor", force=True).text
     assert re.search(r"'input_ids': .*Shard\(0\)", dtensor), dtensor[-1500:]
+
+
+@pytest.mark.heavy
+def test_parameters_that_an_axis_must_not_split_are_copied_over_it() -> None:
+    """Plan for HSDP as docs/export.md says: between islands parameters are copied."""
+    options = {"train": True, "batch": 16, "seq": 128}
+    asked = {"pins": {"batch.*": "data+model,None"}, "forbid": {"*.weight": "data"}}
+    place = {"topology": "h100:4*2", "mesh": {"data": 2, "model": 4}, "form": "fsdp2"}
+    text = make_export(autoshard.plan("hf:llama-tiny", program_options=options, **place, **asked), "fsdp2").text
+    assert "MESH = {'data': 2, 'shard': 4}" in text

@@ -24,6 +24,7 @@ def layer_table() -> dict[Any, Callable[..., Any]]:
         functional.scaled_dot_product_attention: scaled_dot_product_attention,
         functional.multi_head_attention_forward: multi_head_attention,
         functional.cross_entropy: cross_entropy,
+        functional.ctc_loss: ctc_loss,
         functional.gaussian_nll_loss: gaussian_nll_loss,
         torch.ops.aten.multilabel_margin_loss_forward: multilabel_margin_loss,
         functional.layer_norm: layer_norm,
@@ -104,6 +105,42 @@ def gaussian_nll_loss(
     safe = var + jax.lax.stop_gradient(jnp.maximum(var, eps) - var)
     loss = 0.5 * (jnp.log(safe) + jnp.square(x - target) / safe) + (0.5 * math.log(2 * math.pi) if full else 0)
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+
+
+def ctc_loss(
+    log_probs: Any,
+    targets: Any,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Any:
+    """Lower `torch.nn.functional.ctc_loss` of `log_probs` [T, N, C] or [T, C], with the alignments of optax.
+
+    The classes of each step must be normalised, as by `log_softmax`. `targets` are rows [N, S], or [S] for one example.
+    Targets one after the other are refused, since their lengths decide which are read. Without an alignment the loss is
+    infinite, or 0 with `zero_infinity`.
+    """
+    import jax.numpy as jnp
+    import optax
+
+    targets, single = jnp.asarray(targets), log_probs.ndim == 2
+    if single:
+        log_probs, targets = log_probs[:, None], targets.reshape(1, -1)
+    if targets.ndim < 2:
+        raise UserError("ctc_loss of targets one after the other has no lowering; give them as padded rows.")
+    steps, lengths = (jnp.reshape(jnp.asarray(each), (-1,)) for each in (input_lengths, target_lengths))
+    labels = jnp.arange(targets.shape[1])
+    counted = labels < lengths[:, None]
+    padded = jnp.arange(log_probs.shape[0]) >= steps[:, None]
+    loss = optax.ctc_loss(_exact(log_probs).swapaxes(0, 1), padded, targets, ~counted, blank_id=blank)
+    # A blank must part two equal labels.
+    repeated = ((targets[:, 1:] == targets[:, :-1]) & counted[:, 1:]).sum(1)
+    loss = jnp.where(lengths + repeated > steps, 0.0 if zero_infinity else jnp.inf, loss).astype(log_probs.dtype)
+    if reduction == "mean":
+        return (loss / jnp.maximum(lengths, 1)).mean()
+    return loss.sum() if reduction == "sum" else loss[0] if single else loss
 
 
 def multilabel_margin_loss(x: Any, target: Any, reduction: int) -> Any:
