@@ -94,6 +94,24 @@ def check_exchange_name(exchange: str) -> str:
     return exchange
 
 
+def weak_type_notes(
+    names: Sequence[str], leaves: Sequence[Any], ties: Mapping[int, int], results: Sequence[Any]
+) -> tuple[str, ...]:
+    """Return a note if results with a dtype of their own replace weakly typed arguments, else nothing.
+
+    JAX traces such a step again for its own results, so that a plan of the first step does not run the second. `ties`
+    maps arguments to results, by number; leaves and results are JAX's abstract arrays.
+    """
+    weak = [names[i] for i, result in ties.items() if leaves[i].weak_type and not results[result].weak_type]
+    if not weak:
+        return ()
+    others = f" and {len(weak) - 1} other arguments are" if len(weak) > 1 else " is"
+    return (
+        f"`{weak[0]}`{others} weakly typed, as of `jnp.full(shape, 0.1)`, and the results that replace them are not: "
+        "the second step is another program. Give a dtype.",
+    )
+
+
 def sharding_notes(counts: mlir.ConstraintCounts, lifted: bool = False) -> tuple[str, ...]:
     """Return notes on the shardings in the program that a plan respects or ignores, one for each kind that it has.
 

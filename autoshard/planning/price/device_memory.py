@@ -98,8 +98,8 @@ def tight_seconds(model: Model, peak_bytes: int, compute_s: float, hidden_s: flo
 
     The result is never negative, and 0 for CPUs. The peak is compared with the usable memory of the chip, not with the
     memory limit. At most a forward pass of recomputation is added, and the share `unhidden` of hidden communication.
-    Frameworks that run op by op run out of memory instead; then the step has to be run with recomputation, so that this
-    is its expected price.
+    Frameworks that run op by op run out of memory instead. Then the step has to be run with recomputation: this is its
+    expected price.
 
     - `peak_bytes`: predicted peak of one device.
     - `compute_s`, `hidden_s`: seconds of compute and of hidden communication in the step.

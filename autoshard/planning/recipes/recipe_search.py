@@ -62,9 +62,6 @@ TABLES = 400_000_000
 PROGRAMS = 4
 """Most programs of recipes that a search stores, since it may come back to a recipe."""
 
-NEARLY_FULL = 0.02
-"""Share of the step that nearly full memory is expected to add, from which on the plain step is not the answer."""
-
 UNLIMITED = 1024
 """Memory of a sketch, in memories of a device: more than any step that is offloaded to fit needs."""
 
@@ -89,8 +86,8 @@ def plan_recipes(
       tie.
     - `options`, `running`: options of each plan, and circumstances that change none.
     - `of_source`: True if the choices are those of `source_choices`, which allow more pruning (below).
-    - `first_if_fits`: True if the plan of the first recipe is the answer, without words on recipes, wherever it fits
-      and nearly full memory is not expected to add more than `NEARLY_FULL` of the step.
+    - `first_if_fits`: True if the plan of the first recipe is the answer, without words on recipes, wherever it fits.
+      It is not if nearly full memory is expected to add more than a fiftieth of the step.
 
     Every recipe is planned with its own mesh and sharding. A recipe is skipped if a lower bound on every mesh
     exceeds the best time so far, or if its values fit on no mesh. The bound is the time of its arithmetic, or of its
@@ -134,8 +131,7 @@ def plan_recipes(
         search.consider(recipe)
         if first_if_fits and len(search.tried) == 1:
             if search.best is not None:
-                prediction = search.best[1].plan.prediction
-                if prediction.tight_s <= NEARLY_FULL * prediction.step_time_s:
+                if not search.best[1].plan.prediction.nearly_full:
                     return recipe, search.best[1]
                 search.say(f"The plain step nearly fills memory; trying {', '.join(choices)}")
                 continue

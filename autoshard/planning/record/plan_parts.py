@@ -5,6 +5,10 @@ import dataclasses
 from autoshard.planning.record.spec import Spec
 
 
+NEARLY_FULL = 0.02
+"""Share of a step that memory adds, from which on a step counts as one that nearly fills it."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Collective:
     """Predicted communication of one kind over one set of mesh axes, summed over the step."""
@@ -71,6 +75,11 @@ class Prediction:
     def expected_s(self) -> float:
         """The seconds by which plans are ranked: `step_time_s` plus `tight_s`."""
         return self.step_time_s + self.tight_s
+
+    @property
+    def nearly_full(self) -> bool:
+        """True if nearly full memory is expected to add more than `NEARLY_FULL` of the step."""
+        return self.tight_s > NEARLY_FULL * self.step_time_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

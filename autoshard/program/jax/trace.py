@@ -15,7 +15,7 @@ from autoshard.program.jax.host_state import offload_notes, on_host
 from autoshard.program.jax.jax_modules import functional
 from autoshard.program.lowering import lower_function, user_code
 from autoshard.program.program_record import WEIGHTS, Argument, Lifted, Program, Result, Role, serialise
-from autoshard.program.source_choices import sharding_notes
+from autoshard.program.source_choices import sharding_notes, weak_type_notes
 
 
 Evidence = Sequence[Role | None] | Callable[[dict[int, int]], Sequence[Role | None]]
@@ -192,7 +192,12 @@ def trace(
         tokens=tokens,
         make_args=make_args,
         dims={name: own for name, own in zip(names, dims, strict=True) if own is not None},
-        notes=(*notes, *sharding_notes(own), *offload_notes(lowered.jaxpr)),
+        notes=(
+            *notes,
+            *sharding_notes(own),
+            *offload_notes(lowered.jaxpr),
+            *weak_type_notes(names, leaves, ties, lowered.jaxpr.out_avals),
+        ),
         lifted=Lifted.IDLE if own.idle else Lifted.NONE,
         platform=lowered.platform,
         lowerings=lowered.lowerings,
