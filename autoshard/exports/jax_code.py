@@ -51,6 +51,11 @@ def jit(fn, args, mesh=None, **options):
         return {step}(*free)
 
     outs = jax.tree.structure(jax.jit(fn, static_argnums=static).eval_shape(*args))
+    if outs.num_leaves != len(RESULTS):
+        raise TypeError(
+            f"the plan has {{len(RESULTS)}} results, this step {{outs.num_leaves}}; one that changes Flax NNX objects "
+            "in place must return their `nnx.state`, or run by `plan.jit`"
+        )
     return jax.jit(
         step if static else {direct},
         static_argnums=static,

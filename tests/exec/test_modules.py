@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import autoshard
+from autoshard.exports import export_plan
 
 
 MESH = {"data": 4, "model": 2}
@@ -53,6 +54,13 @@ SHAPES = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), BATCH)
 def nnx_plan():
     program = autoshard.trace(nnx_step, (*nnx.eval_shape(make_nnx), SHAPES))
     return autoshard.plan(program, topology="cpu:8", mesh=MESH, replicate=["*.bias"], pins={"*.up.kernel": "-,model"})
+
+
+def test_the_jax_export_refuses_a_step_that_updates_objects_in_place(nnx_plan):
+    code = {}
+    exec(export_plan(nnx_plan, "jax", force=True), code)  # noqa: S102
+    with pytest.raises(TypeError, match="one that changes Flax NNX objects"):
+        code["jit"](nnx_step, (*make_nnx(), BATCH))
 
 
 @pytest.mark.parametrize("donate", [None, (0, 1)])

@@ -181,8 +181,10 @@ def transformers_text(plan: Plan, sentence: str, program: Program | None) -> str
         lacks = (
             *lacks,
             f"the batch, which {styles.data} groups of {styles.tensor} processes share; give each its part.",
-            "`clip_grad_norm_` of torch, which takes gradients on one mesh; transformers' Trainer clips mesh by mesh.",
         )
+        if styles.tensor > 1:
+            clips = "transformers' Trainer clips mesh by mesh."
+            lacks = (*lacks, f"`clip_grad_norm_` of torch, which takes gradients on one mesh; {clips}")
         kind = "fsdp" if styles.gathers else "dp_replicate"
         groups = _GROUPS.format(name=f"{kind}_size".upper(), size=styles.data)
         group_options = f", {kind}_size={kind.upper()}_SIZE"

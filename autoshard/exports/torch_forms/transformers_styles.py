@@ -100,9 +100,10 @@ def read_transformers(plan: Plan, program: Program | None = None) -> Transformer
     rest = [name for name in layers.others if name.rpartition(".")[0] not in ruled and not _named(name, lacks)]
     lacks += [f"{name}: it is of no linear layer or embedding; it is whole here." for name in rest]
     if not any(style != "replicate" for style in (*rules.values(), *of_experts.values(), *experts.values())):
+        whole = "".join(f" {each}" for each in lacks if each not in untried)
         raise FormError(
             "in the transformers form nothing would be split: the plan splits no module by columns or rows, and no "
-            f"experts.{' ' + ' '.join(lacks) if lacks else ''}"
+            f"experts, as --pin '*q_proj.weight=model,None' would.{whole}"
         )
     rules, unlike = _by_wildcard(plan, rules | of_experts)
     experts, _ = _by_wildcard(plan, experts)

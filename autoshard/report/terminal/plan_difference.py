@@ -20,6 +20,9 @@ from autoshard.report.display import clean, readable
 
 FIGURES = ("step_time_s", "compute_s", "hidden_comm_s", "exposed_comm_s", "peak_bytes", "mfu", "fits")
 """Fields of `Prediction` that are compared."""
+LEAST_S = 1e-9
+"""Least seconds whose ratio is shown; less than these is rounding."""
+
 SHOWN = 40
 """Most arguments and rows of communication that the report lists; the rest is counted."""
 INSIDE = 5
@@ -338,7 +341,7 @@ def difference_report(found: PlanChange) -> RenderableType:
     """
     figures = Table.grid(padding=(0, 3, 0, 0))
     for key, a, b in found.figures:
-        ratio = f"{b / a:.2f}x" if key.endswith("_s") and a and b else ""
+        ratio = f"{b / a:.2f}x" if key.endswith("_s") and min(a or 0, b or 0) > LEAST_S else ""
         figures.add_row(figure_name(key), figure_text(key, a), figure_text(key, b), Text(ratio, style="dim"))
     for name, a, b in found.settings:
         figures.add_row(Text(name, style="yellow"), Text(clean(a, 30)), Text(clean(b, 30)), "")
