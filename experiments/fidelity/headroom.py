@@ -16,7 +16,7 @@ import functools
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 
@@ -37,13 +37,12 @@ RECOMPUTE = "fits only with the compiler's own remat"
 LARGE = 1 / 3
 """Predicted share of memory from which a program's error counts: small programs err by other causes."""
 
-LARGE_ON_GPUS = 1 / 8
-"""The same for GPUs, none of whose programs takes half of the memory; errors count as shares of the peak."""
-
 SHARES = (0.70, 0.85, 0.92, 0.97, 1.0, 1.03, 1.10)
 """Shares of the chip's memory, as predicted; the first leaves memory free."""
 SHARES_ON_GPUS = (0.60, 0.70, 0.75, 0.80, 0.85, 0.92, 1.0)
 """The same for GPUs, whose compiler recomputes earlier."""
+AGAIN = 1.01
+"""Matrix FLOPs over those of the program from which on a compiler counts as one that recomputes matmuls."""
 ON_GPUS = ", on GPUs"
 """End of the names of GPU cases."""
 
@@ -143,39 +142,37 @@ def constants(rows: Rows) -> dict[str, Any]:
     All points of one program have the same error, so that they count as one.
     """
     by_name = by_program(rows)
-    on_tpus = [mine for name, mine in by_name.items() if not name.endswith(ON_GPUS)]
-    others = [mine for name, mine in by_name.items() if name.endswith(ON_GPUS)]
-    errors = [statistics.mean(map(_error, fitting)) for mine in on_tpus if (fitting := _compiled_large(mine))]
-    errors += [_error(row) for row in _compiled_large(map(_flat, json.loads(FIDELITY.read_text()).values()))]
-    on_gpus = [
-        _error(row) / _share(row, "predicted")
-        for row in map(_flat, json.loads(GPU_FIDELITY.read_text()).values())
-        if _share(row, "predicted") >= LARGE_ON_GPUS
-    ]
-    gpu = {
-        **_onset(others),
-        "error_mean": round(statistics.mean(on_gpus), 4),
-        "error_deviation": round(statistics.stdev(on_gpus), 4),
-        "source": f"XLA's compiler for H100s: {sum(map(len, others))} points of {len(others)} programs "
-        f"(experiments/results/headroom.md); errors of {len(on_gpus)} programs that take an eighth of the memory or "
-        "more (gpu_fidelity.md)",
+    kinds = {
+        "TPU": ("libtpu 0.0.51", FIDELITY, [name for name in CASES if not name.endswith(ON_GPUS)]),
+        "GPU": ("XLA's compiler for H100s", GPU_FIDELITY, [name for name in CASES if name.endswith(ON_GPUS)]),
     }
-    tpu = {
-        **_onset(on_tpus),
-        "error_mean": round(statistics.mean(errors), 4),
-        "error_deviation": round(statistics.stdev(errors), 4),
-        "source": f"libtpu 0.0.51: {sum(map(len, on_tpus))} points of {len(on_tpus)} programs "
-        "(experiments/results/headroom.md); "
-        f"errors of {len(errors)} programs that take a third of the memory or more (also compile_fidelity.md)",
-    }
-    return {"TPU": tpu, "GPU": gpu}
+    found = {}
+    for kind, (compiler, file, names) in kinds.items():
+        programs = [by_name[name] for name in names]
+        # If XLA recomputes for GPUs, the compiled peak is the one after it.
+        verdicts = ("fits", RECOMPUTE) if kind == "TPU" else ("fits",)
+        errors = [statistics.mean(map(_error, large)) for mine in programs if (large := _large(mine, verdicts))]
+        errors += [_error(row) for row in _large(map(_flat, json.loads(file.read_text()).values()), verdicts)]
+        found[kind] = {
+            **_onset(programs),
+            "error_mean": round(statistics.mean(errors), 4),
+            "error_deviation": round(statistics.stdev(errors), 4),
+            "source": f"{compiler}: {sum(map(len, programs))} points of {len(programs)} programs "
+            f"(experiments/results/headroom.md); errors of {len(errors)} programs that take a third of the memory or "
+            f"more (also {file.stem}.md)",
+        }
+    return found
 
 
 def _onset(programs: list[list[dict[str, Any]]]) -> dict[str, float]:
-    """Return the share of the memory from which the compiler recomputes, and the communication that it then exposes."""
-    points = [point for mine in programs for point in mine]
-    above = [_share(point, "compiled") for point in points if point["verdict"] == RECOMPUTE]
-    below = [_share(point, "compiled") for point in points if point["verdict"] == "fits"]
+    """Return the share of the memory from which the compiler recomputes matmuls, and the communication that it then
+    exposes.
+
+    Values that it recomputes before, such as activation functions, took at most 1.5 % of a step.
+    """
+    points = [point for mine in programs for point in mine if point["flops"] is not None]
+    above = [_share(point, "compiled") for point in points if point["flops"] >= AGAIN]
+    below = [_share(point, "compiled") for point in points if point["flops"] < AGAIN]
     unhidden = [share for mine in programs if (share := _unhidden(mine)) is not None]
     return {
         "recompute_from": round((max(below) + min(above)) / 2, 3),
@@ -200,13 +197,13 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
     return row | {"predicted_bytes": peaks["predicted"], "compiled_bytes": peaks["compiled"]}
 
 
-def _compiled_large(points: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Select the large programs that fit.
+def _large(points: Iterable[dict[str, Any]], verdicts: Collection[str]) -> list[dict[str, Any]]:
+    """Select the large programs with these verdicts.
 
     For a program that does not fit, the compiler reports the memory after it tried to recompute, so that its error
     would mislead.
     """
-    fitting = [point for point in points if point["verdict"] in ("fits", RECOMPUTE)]
+    fitting = [point for point in points if point["verdict"] in verdicts]
     return [point for point in fitting if _share(point, "predicted") >= LARGE]
 
 

@@ -117,7 +117,8 @@ class CombinedCollectives:
         path = each.path
         results = local_elements(path.target, path.factors, self.axes) * path.itemsize
         whole = math.prod(path.factors) * path.itemsize
-        together = np.array([_together(sizes, size / whole) if size <= JOINED else 1 for size in results.tolist()])
+        small = [0 < size <= JOINED for size in results.tolist()]
+        together = np.array([_together(sizes, r / whole) if s else 1 for r, s in zip(results, small, strict=True)])
         alone = np.ones((len(path.source), len(path.target)), dtype=bool) if each.runs is None else each.runs
         counts = set(together.tolist()) - {1}
         may = sends(path) & alone if counts else np.zeros_like(alone)

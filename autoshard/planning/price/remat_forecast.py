@@ -56,24 +56,28 @@ class RematForecast:
     """Step seconds plus the expected cost of nearly full memory (`tight_seconds`)."""
 
 
-def forecast_remat(model: Model, choices: NDArray[np.int64], memory_limit: int) -> RematForecast | None:
+def forecast_remat(
+    model: Model, choices: NDArray[np.int64], memory_limit: int, offloads: bool = True
+) -> RematForecast | None:
     """Return the best policy by value for a plan's shardings; the plan's program recomputes its layers in full.
 
-    `memory_limit` is in bytes of one device. None if there is nothing to save, or if no fitting policy has a shorter
-    expected step than the plan.
+    `memory_limit` is in bytes of one device; without `offloads` the policy offloads nothing. None if there is nothing
+    to save, or if no fitting policy has a shorter expected step than the plan.
     """
-    values = _SavableValues(model, choices)
+    values = _SavableValues(model, choices, offloads)
     return values.best(memory_limit) if values.paths else None
 
 
 class _SavableValues:
     """Values of one plan that may be saved or offloaded, and the forecast of sets of them."""
 
-    def __init__(self, model: Model, choices: NDArray[np.int64]) -> None:
+    def __init__(self, model: Model, choices: NDArray[np.int64], offloads: bool) -> None:
         """Evaluate the plan, and choose the values to consider: the `MOST - 1` that take longest to recompute, and the
         layer's input if it can be offloaded.
         """
         self.model, self.choices = model, choices
+        # The host's memory must be separate from that of the devices.
+        self.can_offload = offloads and not model.mesh.topology.traits.shares_machine
         self.outcome = evaluate(model, choices)
         self.seconds = _op_seconds(itemise(model, choices))
         places: dict[str, list[Occurrence]] = defaultdict(list)
@@ -83,11 +87,6 @@ class _SavableValues:
         worth = sorted((path for path in places if path != INPUT and cost[path] > 0), key=lambda path: -cost[path])
         self.paths = [path for path in places if path in worth[: MOST - 1] or (path == INPUT and self.can_offload)]
         self.places = {path: places[path] for path in self.paths}
-
-    @property
-    def can_offload(self) -> bool:
-        """True if the host's memory is separate from that of the devices."""
-        return not self.model.mesh.topology.traits.shares_machine
 
     def alone(self, place: Occurrence) -> float:
         """Return the seconds in one step of the ops that recompute one occurrence of a value, in all channels."""

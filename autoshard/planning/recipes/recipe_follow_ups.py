@@ -168,8 +168,10 @@ def compose_remat(search: Search, remats: Sequence[str]) -> bool:
     reading = analyse_program(program, search.topology, search.running.kept)
     model, choices = reprice(plan, program, reading)
     room = search.limit
+    # Without GPUs no compiler confirms that values reach the host in time: they are offloaded where they must be.
+    offloads = not search.topology.traits.described or "offload" in str(search.best[0].recipe.arguments.get("remat"))
     for _ in range(RETRIES):
-        forecast = forecast_remat(model, choices, room)
+        forecast = forecast_remat(model, choices, room, offloads)
         beat_s = (1 - WORTH_PLANNING) * search.best[0].per_element_s
         if forecast is None or forecast.expected_s / elements_of(program) >= beat_s:
             return False

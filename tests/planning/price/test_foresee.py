@@ -51,7 +51,7 @@ def planned(config: str, remat: str) -> Prediction:
 def values(config: str) -> _SavableValues:
     program = step(config, "full")
     plan = make_plan(program, OPTIONS).plan
-    return _SavableValues(*reprice(plan, program, analyse_program(program, "tpu")))
+    return _SavableValues(*reprice(plan, program, analyse_program(program, "tpu")), offloads=True)
 
 
 def foreseen(config: str, policy: Policy) -> tuple[float, float]:

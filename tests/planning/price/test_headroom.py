@@ -55,10 +55,10 @@ def test_frameworks_that_run_op_by_op_are_charged_the_chance_to_run_out():
 def test_the_compiler_for_gpus_recomputes_earlier_than_that_for_tpus():
     gpu = devices("h100:8")
     usable = gpu.mesh.topology.usable_bytes
-    charges = [tight_seconds(gpu, int(share * usable), 1.0, 0.0) for share in (0.5, 0.7, 0.8, 0.9, 1.2)]
+    charges = [tight_seconds(gpu, int(share * usable), 1.0, 0.0) for share in (0.5, 0.7, 0.85, 0.92, 1.2)]
     assert charges[0] < 1e-6 and charges == sorted(charges) and charges[-1] == pytest.approx(FORWARD)
     # XLA recomputed 8 % of the step of a decoder at 85 % of the memory, and 14 % at 92 %.
-    assert 0.08 <= charges[2] <= charges[3] <= 0.24
+    assert 0.05 <= charges[2] <= 0.15 and 0.1 <= charges[3] <= 0.24
 
 
 def test_the_charge_grows_with_the_peak_up_to_the_forward_pass():
