@@ -293,8 +293,8 @@ def waves(
         own = (f == f[..., axis : axis + 1]) & first[..., None]
         scatter, total = mask(own & (t >= 0)), mask(own & (t < 0))
         together, staged = only(scatter, scattering, Emitted.SCATTER), only(scatter, scattering, Emitted.STAGED)
-        split = np.where(own, t, WHOLE)
-        # A reduce-scatter splits one dim.
+        # A reduce-scatter splits one dim. GPU compilers first make one sum of those over all factors.
+        split = np.where(own if tpu else f <= PARTIAL, t, WHOLE)
         together = together * ~((split >= 0) & (split != split.max(axis=2, keepdims=True))).any(axis=2)
         sliced = scatter ^ together ^ staged
         for groups in (together, *(staged & 1 << a for a in range(count))):

@@ -175,10 +175,12 @@ def _sum(rules, f, t, last, minor, local, sizes, steps):
             if f[other] == f[axis]:
                 if t[other] >= 0:
                     scatter |= 1 << other
-                    dims += t[other] != split
-                    split = t[other]
                 else:
                     total |= 1 << other
+            # GPU compilers first make one sum of those over all factors.
+            if t[other] >= 0 and (f[other] == f[axis] or not rules.tpu and f[other] <= PARTIAL):
+                dims += t[other] != split
+                split = t[other]
         how = rules.scattering[scatter]
         if how == AS_ONE and dims > 1:  # a reduce-scatter splits one dim
             how = AS_SUM
