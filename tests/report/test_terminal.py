@@ -66,6 +66,9 @@ def test_equal_unforeseen_collectives_share_a_line(plan: Plan):
         "Unforeseen: all-reduce over model, 63.00 MiB (10% of all): dot_general at my.py:18",
         "a warning",
     ]
+    many = tuple(dataclasses.replace(row, op=f"collective-permute.{number}", wire_bytes=2) for number in range(11))
+    *shown, last = compile_notes(CompileReport(**{**empty, "unforeseen": many, "warnings": ()}))
+    assert len(shown) == 8 and last == "Unforeseen: 3 more, 6 B in all"
 
 
 @pytest.mark.parametrize(("step_s", "gib"), [(3.3, 42), (29.0, 42), (0.5, 42), (3.3, 80), (29.0, 20)])

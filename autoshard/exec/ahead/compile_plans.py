@@ -37,6 +37,8 @@ class Verdict(enum.StrEnum):
 NOT_FOLLOWED = 1.25
 """Compiled over predicted bytes on the wire above which unforeseen collectives mean that the plan is not followed."""
 
+_SHOWN = 8
+"""Most lines on unforeseen collectives."""
 _LARGE = 0.05
 """Share of all bytes on the wire from which an unforeseen collective is worth a pin."""
 
@@ -428,15 +430,18 @@ def _not_followed(result: CompileReport) -> list[str]:
 def compile_notes(result: CompileReport) -> list[str]:
     """Return the lines of the printed report on unforeseen collectives, then the warnings; empty without any.
 
-    Collectives with equal lines share one, which begins with their number.
+    Collectives with equal lines share one, which begins with their number. After `_SHOWN` lines the others have one.
     """
-    lines: collections.Counter[str] = collections.Counter()
+    lines: dict[str, list[int]] = collections.defaultdict(list)
     for row in result.unforeseen:
         where = f" at {row.line}" if row.line else ""
         specs = f", {row.before} -> {row.after}" if row.after else ""
         lines[
             f"{row.kind} over {'+'.join(row.axes)}, {format_bytes(row.wire_bytes)} "
             f"({row.share:.0%} of all): {row.op}{where}{specs}{f' ({row.note})' if row.note else ''}"
-        ] += 1
-    texts = [f"Unforeseen: {f'{count} x ' if count > 1 else ''}{line}" for line, count in lines.items()]
+        ].append(row.wire_bytes)
+    shown = list(lines.items())[:_SHOWN]
+    texts = [f"Unforeseen: {f'{len(each)} x ' if len(each) > 1 else ''}{line}" for line, each in shown]
+    if others := [size for each in list(lines.values())[_SHOWN:] for size in each]:
+        texts.append(f"Unforeseen: {len(others)} more, {format_bytes(sum(others))} in all")
     return [*texts, *result.warnings]
