@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,11 @@ from autoshard.planning import (
     settled_options,
     source_choices,
 )
+from autoshard.planning.mesh.mesh_attempt import Incumbent
+from autoshard.planning.mesh.mesh_search import PrunedByBound
+from autoshard.planning.mesh_choice import EarlierRecipes
 from autoshard.planning.price.analysed_program import analyse_program, least_seconds
+from autoshard.planning.price.reshard_paths import PathTables
 from autoshard.planning.recipes.recipe import Recipe, needs_no_less
 from autoshard.program import DecoderDims, Program, decoder_program, open_source, read_choices, trace
 from tests.graph.programs import f32
@@ -65,6 +70,22 @@ def test_one_that_does_not_fit_is_passed_over() -> None:
     assert str(recipe) == "size small"
     assert result.plan.words[-1] == "size small (instead: large does not fit)"
     assert tried(result)["size large"]["step_time_s"] is None
+
+
+@pytest.mark.parametrize("kind", ["mlp", "decoder"])
+def test_a_given_mesh_that_cannot_beat_the_best_so_far_is_not_solved(kind: str) -> None:
+    program, options = made.program(kind), Options(**ON)
+    alone = make_plan(program, options)
+    step_s = alone.plan.prediction.expected_s
+
+    def against(seconds: float) -> PlanResult:
+        rival = Incumbent(seconds, sys.maxsize, alone.weights, len(alone.plan.mesh), 0.0)
+        return make_plan(program, options, before=EarlierRecipes(rival, PathTables(1 << 26)))
+
+    assert against(1.5 * step_s).plan.prediction == alone.plan.prediction
+    with pytest.raises(PrunedByBound) as pruned:
+        against(0.3 * step_s)
+    assert 0.3 * step_s <= pruned.value.bound_s <= step_s
 
 
 def test_what_fits_on_no_mesh_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
