@@ -179,6 +179,8 @@ def shifts(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) -> list[
     size = local_elements(states, _sizes(graph, op), axes) * record.itemsize
     for factor, places in op.offsets:
         before, after = _lengths(graph, op, factor)
+        if not before:  # an empty cache, say
+            continue
         on_factor = states == factor
         rows = size / np.ceil(before / _shards(states, factor, axes))
         for used in np.unique(on_factor, axis=0):
