@@ -105,9 +105,9 @@ def weak_type_notes(
     weak = [names[i] for i, result in ties.items() if leaves[i].weak_type and not results[result].weak_type]
     if not weak:
         return ()
-    others = f" and {len(weak) - 1} other arguments are" if len(weak) > 1 else " is"
+    which = f"`{weak[0]}` and {len(weak) - 1} more are" if len(weak) > 1 else f"`{weak[0]}` is"
     return (
-        f"`{weak[0]}`{others} weakly typed, as of `jnp.full(shape, 0.1)`, and the results that replace them are not: "
+        f"{which} weakly typed, as of `jnp.full(shape, 0.1)`, and the results that replace them are not: "
         "the second step is another program. Give a dtype.",
     )
 

@@ -370,3 +370,19 @@ def test_a_value_that_a_checkpoint_did_not_return_is_refused() -> None:
 
     with pytest.raises(UserError, match=r"`loss` uses a value from inside of a `jax.checkpoint` .*--remat none"):
         trace(jax.grad(loss), (jax.ShapeDtypeStruct((8, 8), jnp.float32),) * 2)
+
+
+@pytest.mark.parametrize("weak", [0, 1, 2])
+def test_weakly_typed_state_that_a_step_replaces_is_named(weak):
+    """Judge by JAX: the step on its own results is another program exactly if a leaf was weakly typed."""
+    state = {"a": jnp.full((4,), 0.1, F), "b": jnp.full((4,), 0.1, F), "c": jnp.ones((4,), F)}
+    state |= {name: jnp.full((4,), 0.1) for name in ("a", "b")[:weak]}
+
+    def step(state, x):
+        return {name: each - 0.1 * x for name, each in state.items()}
+
+    own = jax.jit(step).trace(state, jnp.ones((4,), F))
+    again = jax.jit(step).trace(step(state, jnp.ones((4,), F)), jnp.ones((4,), F))
+    notes = [note for note in trace(step, (state, jnp.ones((4,), F))).notes if "weakly typed" in note]
+    assert bool(notes) == (str(own.jaxpr.in_avals) != str(again.jaxpr.in_avals)) == (weak > 0)
+    assert not notes or notes[0].startswith(("`state.a` is ", "`state.a` and 1 more are ")[weak - 1])

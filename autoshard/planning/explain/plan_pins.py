@@ -109,7 +109,9 @@ def intermediate_states(
     summed = [a for a, s in enumerate(source) if s <= PARTIAL]
     scattered = [a for a in summed if target[a] >= 0]
     form = emitted(collectives, scattered) if scattered else Emitted.SUM
-    if form is Emitted.SCATTER and len({target[a] for a in scattered}) > 1:
+    # As `waves` prices it: TPU compilers scatter the sums of different factors one after the other.
+    together = len({source[a] for a in scattered}) == 1 or not collectives.mesh.topology.traits.joins_sums
+    if form is Emitted.SCATTER and together and len({target[a] for a in scattered}) > 1:
         form = Emitted.SUM
     if len(scattered) > 1 and form is Emitted.STAGED:
         for axis in scattered:
