@@ -67,6 +67,8 @@ from autoshard.cost.pipeline_schedules import StageWork as StageWork
 from autoshard.cost.pipeline_schedules import Timetable as Timetable
 from autoshard.cost.pipeline_schedules import make_schedule as make_schedule
 from autoshard.cost.pipeline_schedules import timetable as timetable
+from autoshard.cost.step_bill import HOST as HOST
+from autoshard.cost.step_bill import IN_FLIGHT as IN_FLIGHT
 from autoshard.cost.step_bill import LEVEL_BETWEEN as LEVEL_BETWEEN
 from autoshard.cost.step_bill import PIPELINED as PIPELINED
 from autoshard.cost.step_bill import TRAFFIC as TRAFFIC
@@ -75,9 +77,12 @@ from autoshard.cost.step_bill import WORK as WORK
 from autoshard.cost.step_bill import Bill as Bill
 from autoshard.cost.step_bill import Charge as Charge
 from autoshard.cost.step_bill import Parts as Parts
+from autoshard.cost.step_bill import covering_share as covering_share
+from autoshard.cost.step_bill import engine_seconds as engine_seconds
 from autoshard.cost.step_bill import hidden_seconds as hidden_seconds
 from autoshard.cost.step_bill import hidden_shares as hidden_shares
 from autoshard.cost.step_bill import hiding_shares as hiding_shares
+from autoshard.cost.step_bill import overlapped_seconds as overlapped_seconds
 from autoshard.cost.step_bill import traffic_class as traffic_class
 from autoshard.cost.topology import PhysicalAxis as PhysicalAxis
 from autoshard.cost.topology import Topology as Topology

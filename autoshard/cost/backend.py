@@ -99,6 +99,8 @@ class Backend:
     """True if weight gradients that only the optimizer reads are computed after the loops that precede it."""
     results_apart: bool
     """True if no temporary value lies in the memory of a result before it is written."""
+    one_in_flight: bool
+    """True if a compiled program has one collective in flight at a time, over any of its links."""
     separate_collective_buffers: bool
     """True if results of collectives and operands of sums have memory of their own, and small collectives combine."""
     compiles_ahead: bool
@@ -144,7 +146,7 @@ BACKENDS = {
             concatenates_shards=False,
             narrows_stacks=True, gpu_kernels=False,
             launches=True, rounds_operands=True, int8_to_floats=True, late_gradients=False, results_apart=True,
-            separate_collective_buffers=False,
+            one_in_flight=False, separate_collective_buffers=False,
             compiles_ahead=True, described=False, judge="compile",
             serves_by_mesh=True, attention="splash",
         ),
@@ -158,7 +160,7 @@ BACKENDS = {
             concatenates_shards=False,
             narrows_stacks=False, gpu_kernels=True,
             launches=True, rounds_operands=False, int8_to_floats=False, late_gradients=True, results_apart=False,
-            separate_collective_buffers=True,
+            one_in_flight=True, separate_collective_buffers=True,
             compiles_ahead=False, described=True, judge="compile",
             serves_by_mesh=False, attention="cudnn",
         ),
@@ -172,7 +174,7 @@ BACKENDS = {
             concatenates_shards=True,
             narrows_stacks=True, gpu_kernels=False,
             launches=False, rounds_operands=False, int8_to_floats=False, late_gradients=False, results_apart=False,
-            separate_collective_buffers=False,
+            one_in_flight=False, separate_collective_buffers=False,
             compiles_ahead=False, described=False, judge="measure",
             serves_by_mesh=False, attention="plain",
         ),

@@ -445,11 +445,13 @@ _SHAPES = {"all-gather": _gather, "all-to-all": _exchange, "collective-permute":
 def links(mesh: Mesh) -> tuple[tuple[str, ...], ...]:
     """Return the groups of mesh axes that share physical links, in mesh order; traffic within a group adds up.
 
-    Axes of size 1 use no links and are omitted.
+    Axes of size 1 use no links and are omitted. Where one collective is in flight at a time, over any links, all other
+    axes are one group.
     """
+    one_at_a_time = mesh.topology.traits.one_in_flight
     groups: list[tuple[set[str], list[str]]] = []
     for name, segments in zip(mesh.names, mesh.layout, strict=True):
-        used = {s.axis if s.kind == "torus" else s.kind for s in segments}
+        used = {"any" if one_at_a_time else s.axis if s.kind == "torus" else s.kind for s in segments}
         if not used:
             continue
         joined = [group for group in groups if group[0] & used]

@@ -28,6 +28,14 @@ WHOLLY = "wholly"
 """Entry of `Charge.hides`: the whole collective overlaps with compute, for any figures."""
 PIPELINED = "pipelined_overlap"
 """Entry of `Charge.hides`: the figure that hides only the transfer of a collective's bytes."""
+IN_FLIGHT = "collectives in flight"
+"""Engine of all links of a block in a program that has one collective in flight at a time."""
+COVERING = 0.6
+"""Share of a block's compute that can overlap with communication in a program with one collective in flight at a time.
+
+A GPU's compiler begins each collective by an estimate, and leaves it more compute than it takes. Fitted to the
+schedules of 45 loop bodies for H100s; docs/compiler_behaviour.md, "Collectives in flight".
+"""
 LEVEL_BETWEEN = "level between slices"
 """Entry of `Charge.hides`: `network_overlap` hides the bytes that a collective in levels sends between slices."""
 
@@ -126,15 +134,17 @@ class Bill:
     mesh: tuple[tuple[str, int], ...]
     """Pairs (axis, size), major first."""
     charges: tuple[Charge, ...]
+    one_in_flight: bool = False
+    """True if the step has one collective in flight at a time (`Model.one_in_flight`)."""
 
     @classmethod
-    def of(cls, mesh: Mesh, charges: Iterable[Charge]) -> "Bill":
+    def of(cls, mesh: Mesh, charges: Iterable[Charge], one_in_flight: bool = False) -> "Bill":
         """Return the bill of charges over a mesh; charges that differ in their counts alone become one."""
         counts: dict[Charge, float] = collections.defaultdict(float)
         for charge in charges:
             counts[dataclasses.replace(charge, count=0.0)] += charge.count
         merged = (dataclasses.replace(charge, count=count) for charge, count in counts.items())
-        return cls(mesh.topology.name, tuple(mesh.axes.items()), tuple(sorted(merged)))
+        return cls(mesh.topology.name, tuple(mesh.axes.items()), tuple(sorted(merged)), one_in_flight)
 
     def parts(self, calibration: Calibration) -> "Parts":
         """Price the charges with a calibration and sum them by lane and kind.
@@ -150,7 +160,7 @@ class Bill:
         for batch in _batches(self.charges):
             if batch.op in WORK:
                 seconds = WORK[batch.op].price(compute, *batch.amounts, **batch.properties) @ batch.counts
-                lanes[batch.block, "host" if batch.op == "host" else "compute"] += float(seconds)
+                lanes[batch.block, HOST if batch.op == "host" else "compute"] += float(seconds)
                 spent[batch.op] += float(seconds)
                 continue
             axes = tuple(batch.properties["axes"])
@@ -165,7 +175,8 @@ class Bill:
             totals = sent[traffic_class(batch.op, mesh.kinds(axes) == {"network"})]
             totals[0] += seconds
             totals[1] += seconds - hidden
-        return Parts(dict(lanes), dict(waits), dict(spent), {name: (a, b) for name, (a, b) in sent.items()})
+        traffic = {name: (a, b) for name, (a, b) in sent.items()}
+        return Parts(dict(lanes), dict(waits), dict(spent), traffic, self.one_in_flight)
 
     def seconds(self, calibration: Calibration) -> float:
         """Return the predicted step time in seconds, `Parts.step_s`."""
@@ -174,7 +185,8 @@ class Bill:
     def to_json(self) -> dict[str, Any]:
         """Return the bill as JSON values; `from_json` reads them."""
         rows = [[c.op, dict(c.properties), list(c.amounts), c.block, c.count, list(c.hides)] for c in self.charges]
-        return {"topology": self.topology, "mesh": dict(self.mesh), "charges": rows}
+        flight = {"one_in_flight": True} if self.one_in_flight else {}
+        return {"topology": self.topology, "mesh": dict(self.mesh), "charges": rows} | flight
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Bill":
@@ -185,7 +197,8 @@ class Bill:
         ]
         if unknown := {charge.op for charge in charges} - {*WORK, *KINDS}:
             raise ValueError(f"unknown work {sorted(unknown)}")
-        return cls(value["topology"], tuple(value["mesh"].items()), tuple(charges))
+        flight = bool(value.get("one_in_flight", False))
+        return cls(value["topology"], tuple(value["mesh"].items()), tuple(charges), flight)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -200,6 +213,8 @@ class Parts:
     """Seconds of all work and all collectives, by kind, hidden or not."""
     traffic: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     """Seconds of communication by `traffic_class`: all of it, and its exposed part."""
+    one_in_flight: bool = False
+    """Value of `Bill.one_in_flight`."""
 
     @property
     def sent_s(self) -> float:
@@ -208,11 +223,46 @@ class Parts:
 
     @property
     def step_s(self) -> float:
-        """Predicted step time: exposed communication, plus the lanes of each block, which overlap as `smooth_max`."""
-        blocks: dict[int, list[float]] = collections.defaultdict(list)
-        for (block, _), seconds in self.lanes.items():
-            blocks[block].append(seconds)
-        return sum(self.waits.values()) + sum(float(smooth_max(*lanes)) for lanes in blocks.values())
+        """Predicted step time: exposed communication, plus the blocks' lanes, which overlap (`overlapped_seconds`)."""
+        return sum(self.waits.values()) + float(overlapped_seconds(self.lanes, self.one_in_flight))
+
+
+HOST = "host memory"
+"""Lane of host memory traffic, which overlaps with compute as a link of its own does."""
+
+
+def covering_share(one_in_flight: bool) -> float:
+    """Return the share of a block's compute that can overlap with its links."""
+    return COVERING if one_in_flight else 1.0
+
+
+def engine_seconds(lanes: Mapping[tuple[int, str], Any], one_in_flight: bool) -> dict[tuple[int, str], Any]:
+    """Return the seconds, single or arrays, of each (block, engine) from those of each (block, lane).
+
+    Each lane is an engine of its own. If one collective is in flight at a time, that of the links is `IN_FLIGHT`, and
+    compute counts with `covering_share`.
+    """
+    if not one_in_flight:
+        return dict(lanes)
+    engines: dict[tuple[int, str], Any] = {}
+    for (block, lane), seconds in lanes.items():
+        engine = lane if lane in ("compute", HOST) else IN_FLIGHT
+        share = COVERING if lane == "compute" else 1.0
+        engines[block, engine] = engines.get((block, engine), 0.0) + share * seconds
+    return engines
+
+
+def overlapped_seconds(lanes: Mapping[tuple[int, str], Any], one_in_flight: bool) -> NDArray[np.float64]:
+    """Return the seconds of all blocks, whose engines overlap as `smooth_max`, plus compute that cannot overlap.
+
+    - `lanes`: seconds, single or arrays, of each (block, lane).
+    """
+    blocks: dict[int, list[Any]] = collections.defaultdict(list)
+    for (block, _), seconds in engine_seconds(lanes, one_in_flight).items():
+        blocks[block].append(seconds)
+    serial = 1.0 - covering_share(one_in_flight)
+    total = sum(serial * seconds for (_, lane), seconds in lanes.items() if lane == "compute") if serial else 0.0
+    return np.asarray(total + sum(smooth_max(*blocks[block]) for block in sorted(blocks)))
 
 
 def traffic_class(kind: str, between_slices: bool) -> str:

@@ -202,9 +202,8 @@ def make_plan(
     compared = searched.compared if isinstance(searched.compared.found, SearchResult) else best
     assert isinstance(compared.found, SearchResult)
     completed = compared.found.baselines
-    baseline_writer = Writer(
-        program, reading.groups, limits.memory_bytes, limits.seed, list(completed), figures.provenance
-    )
+    known = figures.provenance | ({"eager": True} if reading.eager else {})
+    baseline_writer = Writer(program, reading.groups, limits.memory_bytes, limits.seed, list(completed), known)
     asked: dict[str, Any] = {}
     if options.asked:
         asked = {"asked": options.asked.lines, "pinned": best.required.pinned}
@@ -216,7 +215,7 @@ def make_plan(
     gains = flag_gains(best.model, chosen.choices, figures.plain)
     writer = dataclasses.replace(
         baseline_writer,
-        provenance={**figures.provenance, **({"flag_sets": gains} if gains else {}), **asked, **of_form},
+        provenance={**known, **({"flag_sets": gains} if gains else {}), **asked, **of_form},
         baselines={name: predict(compared.model, c.outcome, limits.memory_bytes) for name, c in completed.items()},
         notes=(*figures.notes, *searched.notes),
     )

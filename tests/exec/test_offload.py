@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from autoshard.cost import Compute, Topology, make_mesh
+from autoshard.cost import HOST, Compute, Topology, make_mesh
 from autoshard.errors import UserError
 from autoshard.exec import compile_plan
 from autoshard.exec.apply import planned_lowering
@@ -18,7 +18,6 @@ from autoshard.exec.apply.planned_lowering import check_host_memory
 from autoshard.graph import analyse, read_graph
 from autoshard.planning import Options, make_plan
 from autoshard.planning.price.analysed_program import analyse_program, build_model
-from autoshard.planning.space.decision_model import HOST
 from autoshard.program import Program, trace
 
 

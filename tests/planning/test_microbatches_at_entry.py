@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 import autoshard
-from autoshard.cost import Topology
+from autoshard.cost import HOST, Topology
 from autoshard.planning import Plan
 from autoshard.planning.price.evaluate import evaluate
 from autoshard.planning.price.step_ledger import itemise
 from autoshard.planning.record.plan_parts import WAITS_FOR_HOST
-from autoshard.planning.space.decision_model import HOST
 from autoshard.program import Program
 from tests.planning.programs import model_of
 

@@ -65,6 +65,7 @@ def price_form(plan: Plan, program: Program, form: Form, held: Program | None = 
         reading = analyse_program(program, topology)
         model, choices = model_of(plan, program, reading), np.zeros(0, dtype=np.int64)
         plan = plan_of_held(plan, program)
+    model = dataclasses.replace(model, eager=form.eager)
     if form.rest is Rest.MAXTEXT:
         free = lift_constraints(program)  # MaxText's own code has no constraint of this program
         if free is not program:

@@ -244,7 +244,8 @@ def model_of(plan: Plan, program: Program, reading: AnalysedProgram) -> Model:
     figures = recorded_calibration(
         mesh.topology.chip.name, plan.provenance.get("learned"), plan.provenance.get("xla_flags")
     )
-    return build_model(program, reading, mesh, plan.memory_limit_bytes, figures, staged=plan.origin.staged)
+    model = build_model(program, reading, mesh, plan.memory_limit_bytes, figures, staged=plan.origin.staged)
+    return dataclasses.replace(model, eager=plan.origin.eager)
 
 
 def plan_bills(program: Program, plans: Sequence[Plan]) -> list[Bill]:

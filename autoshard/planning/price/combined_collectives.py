@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from autoshard.graph import OpGraph
 from autoshard.planning.price.reshard_paths import PathPrices
 from autoshard.planning.space.decision_model import EXPOSED, Channel, Path, Reshard
-from autoshard.planning.space.overlap import Overlap
+from autoshard.planning.space.overlap import ALONE, Overlap
 from autoshard.planning.xla.axis_assignments import PARTIAL, WHOLE, Seconds, local_elements
 
 
@@ -67,6 +67,37 @@ def _only_gathers(path: Path) -> NDArray[np.bool_]:
     return ((source == target) | gathered).all(axis=2) & (gathered.any(axis=2) | early)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Group:
+    """Reshards whose collectives may be combined."""
+
+    sends: Callable[[Path], NDArray[np.bool_]]
+    """Function that returns the mask of the pairs of states whose collectives may be combined."""
+    sizes: NDArray[np.float64]
+    """Bytes of each tensor, whole."""
+    turns: dict[tuple[int, int], int]
+    """Place of each source and tensor in the order of exposure: gathers in program order, sums from the last one on."""
+    exposed: bool
+    """True if no work of other weights overlaps with the first one in that order."""
+
+    @classmethod
+    def of(cls, key: _Key, members: Sequence[Reshard]) -> "_Group":
+        """Return the group of one reshard for each of its tensors."""
+        is_sum = key[0] == "sum"
+        # A light op's tensor is its operand; the path has the factors of the result that is sent.
+        sizes = [math.prod(each.path.factors) * each.path.itemsize for each in members]
+        ordered = sorted(members, key=lambda each: -each.op if is_sum else each.op)
+        turns = {(each.source, each.tensor): place for place, each in enumerate(ordered)}
+        sends = only_sums if is_sum else _only_gathers
+        return cls(sends, np.array(sizes, dtype=np.float64), turns, ordered[0].overlap in ALONE.values())
+
+    def overlap(self, each: Reshard, count: int) -> Overlap:
+        """Return the overlap of one of `count` combined collectives: that of the first one if it is among them."""
+        own = Overlap(each.overlap)
+        waits = self.exposed and self.turns[each.source, each.tensor] < count
+        return ALONE.get(own, own) if waits else own
+
+
 class CombinedCollectives:
     """Division of reshards into parts by the number of collectives that the compiler makes one of."""
 
@@ -86,17 +117,16 @@ class CombinedCollectives:
           string.
         """
         keys = [self._key(each, role(each)) for each in reshards]
-        ends: dict[_Key, dict[tuple[int, int], int]] = defaultdict(dict)
+        ends: dict[_Key, dict[tuple[int, int], Reshard]] = defaultdict(dict)
         for key, each in zip(keys, reshards, strict=True):
             if key is not None:
-                # A light op's tensor is its operand; the path has the factors of the result that is sent.
-                ends[key][each.source, each.tensor] = math.prod(each.path.factors) * each.path.itemsize
-        sizes = {key: np.array(list(known.values()), dtype=np.float64) for key, known in ends.items()}
+                ends[key].setdefault((each.source, each.tensor), each)
+        groups = {key: _Group.of(key, list(known.values())) for key, known in ends.items()}
         for key, each in zip(keys, reshards, strict=True):
-            if key is None or len(sizes[key]) < 2:
+            if key is None or len(groups[key].sizes) < 2:
                 yield each
             else:
-                yield from self._parts(each, only_sums if key[0] == "sum" else _only_gathers, sizes[key])
+                yield from self._parts(each, groups[key])
 
     def _key(self, each: Reshard, role: str) -> _Key | None:
         """Return the group of a reshard whose collectives may be combined with others; None for other reshards."""
@@ -106,22 +136,16 @@ class CombinedCollectives:
             return role, each.block, each.trips, self.graph.tensors[each.tensor].dtype
         return None
 
-    def _parts(
-        self, each: Reshard, sends: Callable[[Path], NDArray[np.bool_]], sizes: NDArray[np.float64]
-    ) -> Iterator[Reshard]:
-        """Yield the parts of one reshard.
-
-        - `sends`: returns the mask of the pairs of states whose collectives may be combined.
-        - `sizes`: bytes of all tensors of its group, whole.
-        """
-        path = each.path
+    def _parts(self, each: Reshard, group: "_Group") -> Iterator[Reshard]:
+        """Yield the parts of one reshard of a group."""
+        path, sizes = each.path, group.sizes
         results = local_elements(path.target, path.factors, self.axes) * path.itemsize
         whole = math.prod(path.factors) * path.itemsize
         small = [0 < size <= JOINED for size in results.tolist()]
         together = np.array([_together(sizes, r / whole) if s else 1 for r, s in zip(results, small, strict=True)])
         alone = np.ones((len(path.source), len(path.target)), dtype=bool) if each.runs is None else each.runs
         counts = set(together.tolist()) - {1}
-        may = sends(path) & alone if counts else np.zeros_like(alone)
+        may = group.sends(path) & alone if counts else np.zeros_like(alone)
         if not may.any():
             yield each
             return
@@ -130,10 +154,11 @@ class CombinedCollectives:
             if runs.any():
                 alone = alone & ~runs
                 wide = self._wider(path, count)
-                tables = self.tables.seconds(wide, Overlap(each.overlap), each.block)
+                overlap = group.overlap(each, count)
+                tables = self.tables.seconds(wide, overlap, each.block)
                 yield dataclasses.replace(
-                    each, trips=each.trips / count, forbidden=None, path=wide, runs=runs, combined=count,
-                    costs=self.tables.at_pairs(tables, runs),
+                    each, trips=each.trips / count, overlap=overlap, forbidden=None, path=wide, runs=runs,
+                    combined=count, costs=self.tables.at_pairs(tables, runs),
                 )  # fmt: skip
         yield dataclasses.replace(each, costs=self.tables.at_pairs(each.costs, alone), runs=alone)
 

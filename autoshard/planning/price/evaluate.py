@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost import smooth_max
+from autoshard.cost import overlapped_seconds
 from autoshard.graph import LEAST_ROWS, TO_HOST
 from autoshard.planning.price.device_memory import (
     LiveBuffer,
@@ -76,6 +76,13 @@ class Outcome:
     """Host memory that one device occupies."""
     solved_bytes: int = 0
     """Peak in the solver's model: without collective buffers, and with results allocated when they are written."""
+    one_in_flight: bool = False
+    """Value of `Model.one_in_flight`."""
+
+    @property
+    def lanes(self) -> dict[Channel, float]:
+        """`channels` without that of exposed communication."""
+        return {channel: seconds for channel, seconds in self.channels.items() if channel != EXPOSED}
 
     @property
     def blocks(self) -> list[int]:
@@ -89,11 +96,8 @@ class Outcome:
 
     @property
     def step_time_s(self) -> float:
-        """Exposed communication, plus every block's compute, links and host, which overlap as `smooth_max`, in
-        seconds.
-        """
-        busy = [[s for (block, _), s in self.channels.items() if block == b] for b in self.blocks]
-        return self.channels.get(EXPOSED, 0.0) + sum(float(smooth_max(*channels)) for channels in busy)
+        """Exposed communication, plus every block's lanes, which overlap (`overlapped_seconds`), in seconds."""
+        return self.channels.get(EXPOSED, 0.0) + float(overlapped_seconds(self.lanes, self.one_in_flight))
 
     @property
     def comm_s(self) -> float:
@@ -211,7 +215,9 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
     traits = model.mesh.topology.traits
     if traits.separate_collective_buffers or model.liveness.reserved or traits.tiled:
         solved, _, _ = _memory(model, buffers)
-    return Outcome(dict(channels), tuple(collectives), peak, when, memory, host_bytes(model, choices), solved)
+    return Outcome(
+        dict(channels), tuple(collectives), peak, when, memory, host_bytes(model, choices), solved, model.one_in_flight
+    )
 
 
 def _relayout_seconds(model: Model, reshard: Reshard, choices: NDArray[np.int64], timing: ReshardTime) -> float:

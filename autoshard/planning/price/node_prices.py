@@ -6,12 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from autoshard.cost import Calibration, Collectives, Compute, Mesh
+from autoshard.cost import HOST, Calibration, Collectives, Compute, Mesh
 from autoshard.graph import TILED, Cluster, ExtraTraffic, Fusion, Liveness, Op, OpClass, OpGraph, Softmax, Structure
 from autoshard.planning.space.attention_exchange import ExchangeAsked
 from autoshard.planning.space.decision_model import (
     EXPOSED,
-    HOST,
     Channel,
     MemoryTerm,
     Node,

@@ -4,13 +4,13 @@ import dataclasses
 import math
 from collections import defaultdict
 
-from autoshard.cost import TRAFFIC, WORK, Charge, Compute
+from autoshard.cost import HOST, TRAFFIC, WORK, Charge, Compute
 from autoshard.graph import OpClass
 from autoshard.planning.price.reshard_times import cluster_names
 from autoshard.planning.price.step_ledger import Ledger, LedgerRow, Place
 from autoshard.planning.record.plan_parts import Collective, PlannedOp
 from autoshard.planning.record.spec import pattern, patterns
-from autoshard.planning.space.decision_model import EXPOSED, HOST, Channel, Model, Node, Reshard
+from autoshard.planning.space.decision_model import EXPOSED, Channel, Model, Node, Reshard
 from autoshard.program import WEIGHTS
 
 

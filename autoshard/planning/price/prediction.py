@@ -92,7 +92,8 @@ def bill_of(ledger: Ledger) -> Bill:
 
     The bill, priced with the model's calibration, adds up to the step time of `evaluate`.
     """
-    return Bill.of(ledger.model.mesh, (charge for row in ledger.rows for charge in row.charges))
+    charges = (charge for row in ledger.rows for charge in row.charges)
+    return Bill.of(ledger.model.mesh, charges, ledger.model.one_in_flight)
 
 
 WORTH_SAYING = 0.02

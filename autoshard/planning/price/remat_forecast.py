@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost import smooth_max
+from autoshard.cost import HOST, overlapped_seconds
 from autoshard.graph import is_copied
 from autoshard.planning.price.device_memory import tight_seconds
 from autoshard.planning.price.evaluate import evaluate, memory_events, tensor_spec
 from autoshard.planning.price.remat_values import AGAIN, Occurrence, find_values
 from autoshard.planning.price.step_ledger import Ledger, itemise
-from autoshard.planning.space.decision_model import EXPOSED, HOST, Channel, Model
+from autoshard.planning.space.decision_model import EXPOSED, Channel, Model
 from autoshard.program import INPUT, Policy, short_names
 
 
@@ -155,9 +155,8 @@ class _SavableValues:
                 add((place.loop, "compute"), copy_s * (kept[:, number] | away[:, number]))
                 for block in (place.loop, place.recompute_loop):
                     add((block, HOST), float(compute.host_seconds(size)) * away[:, number])
-        blocks = sorted({block for block, _ in channels if (block, _) != EXPOSED})
-        busy = [smooth_max(*(s for (of, _), s in channels.items() if of == block)) for block in blocks]
-        step = channels.get(EXPOSED, np.zeros(len(kept))) + sum(busy, np.zeros(len(kept)))
+        lanes = {channel: seconds for channel, seconds in channels.items() if channel != EXPOSED}
+        step = channels.get(EXPOSED, np.zeros(len(kept))) + overlapped_seconds(lanes, self.model.one_in_flight)
         work = sum((s for (_, what), s in channels.items() if what == "compute"), np.zeros(len(kept)))
         rest = sum((s for (_, what), s in channels.items() if what != "compute"), np.zeros(len(kept)))
         return step, work, np.maximum(0.0, rest - (step - work))

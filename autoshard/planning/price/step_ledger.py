@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost import Charge
+from autoshard.cost import HOST, Charge
 from autoshard.graph import Op, OpClass
 from autoshard.planning.price.evaluate import tensor_spec
 from autoshard.planning.price.node_prices import streams
@@ -25,7 +25,7 @@ from autoshard.planning.price.reshard_times import (
     reshard_time,
     uncharged_bytes,
 )
-from autoshard.planning.space.decision_model import EXPOSED, HOST, Channel, Model, Node, Reshard, link_names
+from autoshard.planning.space.decision_model import EXPOSED, Channel, Model, Node, Reshard, link_names
 from autoshard.planning.space.op_models import FOLDED_OPS, heavy_seconds
 from autoshard.planning.space.op_work import OpWork
 from autoshard.planning.space.overlap import hiding_figures, lanes

@@ -9,7 +9,7 @@ from collections import defaultdict
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost import smooth_max
+from autoshard.cost import overlapped_seconds
 from autoshard.planning.price.evaluate import live_buffers
 from autoshard.planning.price.reshard_times import cluster_names
 from autoshard.planning.price.step_ledger import Ledger
@@ -53,6 +53,7 @@ def make_timeline(ledger: Ledger) -> Timeline:
     blocks: dict[int, _Block] = {}
     last = {block: moment for moment, _, block, *_ in jobs}
     clock = 0.0
+    one_in_flight = ledger.model.one_in_flight
     spans: list[Span] = []
     starts: list[tuple[int, float]] = []
     for moment, jobs_at_moment in itertools.groupby(jobs, key=lambda job: job[0]):
@@ -67,21 +68,22 @@ def make_timeline(ledger: Ledger) -> Timeline:
                 spans.append(Span(name, lane, state.start + state.links[lane], seconds, block))
                 state.links[lane] += seconds
         for block in [b for b in blocks if b >= 0 and last[b] == moment]:
-            spans += (wait := _wait(blocks[block], block, clock))
+            spans += (wait := _wait(blocks[block], block, clock, one_in_flight))
             clock += sum(span.seconds for span in wait)
     if -1 in blocks:
-        spans += (wait := _wait(blocks[-1], -1, clock))
+        spans += (wait := _wait(blocks[-1], -1, clock, one_in_flight))
         clock += sum(span.seconds for span in wait)
     stored = tuple(span for span in spans if span.seconds >= SHORTEST * clock)
     return Timeline(clock, stored, *_Sampler(ledger.model, ledger.choices).sampled(starts, clock))
 
 
-def _wait(block: _Block, number: int, clock: float) -> list[Span]:
+def _wait(block: _Block, number: int, clock: float, one_in_flight: bool) -> list[Span]:
     """Return a list with the span in which compute waits at the block's end, named after the slowest link. It is empty
     if nothing is on the links.
     """
     link, _ = max(block.links.items(), key=lambda item: item[1], default=("", 0.0))
-    seconds = float(smooth_max(block.compute, *block.links.values())) - block.compute
+    lanes = {(number, lane): seconds for lane, seconds in block.links.items()} | {(number, "compute"): block.compute}
+    seconds = float(overlapped_seconds(lanes, one_in_flight)) - block.compute
     return [Span(f"waiting for {link}", EXPOSED[1], clock, seconds, number)] if seconds > 0 else []
 
 

@@ -141,6 +141,7 @@ _ORIGINS: dict[str, type | tuple[type, ...]] = {
     "flag_sets": (dict, type(None)),
     "tokens": (int, type(None)),
     "padded": dict,
+    "eager": bool,
     "learned": (dict, str, type(None)),
 }
 """Entries of a plan's provenance that are read again, with their types."""

@@ -63,6 +63,8 @@ class Origin:
     """Parallelism that MaxText is given for each axis, by the search within its form."""
     staged: bool
     """True if an axis of the mesh stands for the stages of a pipeline."""
+    eager: bool
+    """True if the step is priced as a framework runs it op by op (`Form.eager`), not as XLA compiles it."""
     asked: tuple[str, ...]
     """Constraints of the user, one line each."""
     pinned: dict[str, str]
@@ -111,6 +113,7 @@ def read_origin(provenance: Mapping[str, Any]) -> Origin:
         not_held=tuple(provenance.get("not_held", ())),
         form_axes=dict(provenance.get("maxtext", {})),
         staged="stage_axis" in provenance,
+        eager=bool(provenance.get("eager")),
         asked=tuple(provenance.get("asked", ())),
         pinned=dict(provenance.get("pinned", {})),
         program_constraints=tuple(provenance.get("said_by_program", ())),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost import Calibration, Mesh, Topology
+from autoshard.cost import HOST, IN_FLIGHT, Calibration, Mesh, Topology, covering_share
 from autoshard.graph import OpGraph
 from autoshard.planning.price.analysed_program import AnalysedProgram
 from autoshard.planning.price.node_prices import NodePricer
@@ -58,7 +58,7 @@ def linked_reshards(model: Decisions, weights: Weights) -> list[int]:
     return [
         number
         for number, reshard in enumerate(model.reshards)
-        if reshard.forbidden is not None or any(_weight(weights, c) > 0 for c in reshard.costs)
+        if reshard.forbidden is not None or any(weight_of(weights, c) > 0 for c in reshard.costs)
     ]
 
 
@@ -71,14 +71,14 @@ def build_network(model: Decisions, weights: Weights, memory_limit: int | None, 
     """
     costs, links, terms = [], [], []
     for node, alternatives in zip(model.nodes, kept, strict=True):
-        seconds = sum((_weight(weights, c) * t for c, t in node.time.items()), np.zeros(len(node.states)))
+        seconds = sum((weight_of(weights, c) * t for c, t in node.time.items()), np.zeros(len(node.states)))
         cost = np.full(len(node.states), float(FORBIDDEN))
         cost[alternatives] = _picoseconds(seconds[alternatives])
         costs.append(cost)
     shared: dict[tuple[object, ...], NDArray[np.float64]] = {}
     for number in linked_reshards(model, weights):
         reshard = model.reshards[number]
-        parts = [(_weight(weights, c), t) for c, t in reshard.costs.items() if _weight(weights, c) > 0]
+        parts = [(weight_of(weights, c), t) for c, t in reshard.costs.items() if weight_of(weights, c) > 0]
         ends = (reshard.source, reshard.target, reshard.rows, reshard.columns)
         if len(parts) == 1 and reshard.forbidden is None:
             weight, table = parts[0]
@@ -113,7 +113,7 @@ def build_problem(model: Decisions, weights: Weights, memory_limit: int | None, 
     kept = kept_of(model, None) if kept is None else kept
     costs, offsets = [], [0]
     for node, alternatives in zip(model.nodes, kept, strict=True):
-        seconds = sum((_weight(weights, c) * t for c, t in node.time.items()), np.zeros(len(node.states)))
+        seconds = sum((weight_of(weights, c) * t for c, t in node.time.items()), np.zeros(len(node.states)))
         costs.append(_picoseconds(seconds[alternatives]))
         offsets.append(offsets[-1] + len(alternatives))
     if not costs:
@@ -122,7 +122,7 @@ def build_problem(model: Decisions, weights: Weights, memory_limit: int | None, 
     tables: dict[tuple[object, ...], NDArray[np.int64] | None] = {}
     for reshard in model.reshards:
         ends = reshard.rows[kept[reshard.source]], reshard.columns[kept[reshard.target]]
-        weighted = [(_weight(weights, c), t) for c, t in reshard.costs.items()]
+        weighted = [(weight_of(weights, c), t) for c, t in reshard.costs.items()]
         key = (*(end.tobytes() for end in ends), reshard.trips, id(reshard.forbidden))
         key = (*key, *((weight, id(table)) for weight, table in weighted))
         if key not in tables:
@@ -180,9 +180,18 @@ def _usage_limit(model: Decisions, memory_limit: int | None) -> int | None:
     return None if memory_limit is None else max(1, memory_limit - model.fixed_bytes)
 
 
-def _weight(weights: Weights, channel: Channel) -> float:
-    """Return the weight of a channel: 1 for the exposed channel, 0 for a channel that `weights` lacks."""
-    return 1.0 if channel == EXPOSED else weights.get(channel, 0.0)
+def weight_of(weights: Weights, channel: Channel) -> float:
+    """Return the weight of a channel: 1 for the exposed channel, 0 for a channel whose engine `weights` lacks.
+
+    A block's `IN_FLIGHT` has the weight of all its links; then the weight of compute is for `covering_share` of it.
+    """
+    block, lane = channel
+    if channel == EXPOSED:
+        return 1.0
+    if (block, IN_FLIGHT) not in weights or lane == HOST:
+        return weights.get(channel, 0.0)
+    share = covering_share(one_in_flight=True)
+    return 1.0 - share + share * weights.get(channel, 0.0) if lane == "compute" else weights[block, IN_FLIGHT]
 
 
 def _picoseconds(seconds: NDArray[np.float64]) -> NDArray[np.int64]:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost import SHARPNESS
+from autoshard.cost import SHARPNESS, covering_share, engine_seconds
 from autoshard.planning.price.evaluate import Outcome
 from autoshard.planning.solve.problem_builder import Weights
 from autoshard.planning.space.decision_model import EXPOSED, Channel, Model
@@ -37,7 +37,7 @@ def even_weights(model: Model) -> dict[Channel, float]:
 
     They are no weights of a bound before `normalise`.
     """
-    channels = _channels(model)
+    channels = _engines(model)
     weights = {}
     for block, what in channels:
         peers = sum(c[0] == block for c in channels)
@@ -45,10 +45,10 @@ def even_weights(model: Model) -> dict[Channel, float]:
     return weights
 
 
-def _channels(model: Model) -> list[Channel]:
-    """Return all channels of the model except the exposed one, sorted."""
+def _engines(model: Model) -> list[Channel]:
+    """Return (block, engine) of all channels of the model except the exposed one, sorted."""
     channels = {c for node in model.nodes for c in node.time} | {c for reshard in model.reshards for c in reshard.costs}
-    return sorted(channels - {EXPOSED})
+    return sorted(engine_seconds(dict.fromkeys(channels - {EXPOSED}, 0.0), model.one_in_flight))
 
 
 def normalise(weights: Mapping[Channel, float]) -> dict[Channel, float]:
@@ -86,7 +86,7 @@ class Weighing:
     bound_s: float = -1.0
     """Bound in seconds that `weights` gave; -1 before the first."""
     cuts: list[tuple[float, NDArray[np.float64]]] = dataclasses.field(default_factory=list)
-    """Exposed seconds, and seconds of each of `channels`, of every known choice."""
+    """Seconds that overlap with nothing, and seconds of each of `channels`, of every known choice."""
     tried: list[Weights] = dataclasses.field(default_factory=list)
     """All weights with a known bound."""
 
@@ -97,8 +97,10 @@ class Weighing:
 
     def add_choice(self, outcome: Outcome) -> None:
         """Append the cut of a choice that satisfies all limits; channels without a weight are left out."""
-        seconds = np.array([outcome.channels.get(c, 0.0) for c in self.weights])
-        self.cuts.append((outcome.channels.get(EXPOSED, 0.0), seconds))
+        engines = engine_seconds(outcome.lanes, outcome.one_in_flight)
+        seconds = np.array([engines.get(c, 0.0) for c in self.weights])
+        serial = (1.0 - covering_share(outcome.one_in_flight)) * outcome.compute_s
+        self.cuts.append((outcome.channels.get(EXPOSED, 0.0) + serial, seconds))
 
     def add_bound(self, weights: Weights, bound_s: float) -> None:
         """Store weights with their lower bound on the time of all choices, as the best ones if it exceeds `bound_s`."""

@@ -199,9 +199,6 @@ Channel = tuple[int, str]
 EXPOSED: Channel = (-2, "exposed")
 """Channel of communication that compute waits for, of all blocks together."""
 
-HOST = "host memory"
-"""Resource of host memory traffic, which overlaps with compute as a link of its own does."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryTerm:
@@ -351,6 +348,11 @@ class Model:
     """Tensors whose bytes softmaxes subtract from adjacent matmuls; cached, since every evaluation needs them."""
     eager: bool = False
     """Value of `AnalysedProgram.eager`."""
+
+    @property
+    def one_in_flight(self) -> bool:
+        """True if the step has one collective in flight at a time: compiled steps on GPUs have."""
+        return self.mesh.topology.traits.one_in_flight and not self.eager
 
     @property
     def axis_sizes(self) -> list[int]:

@@ -14,10 +14,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.cost import HOST
 from autoshard.graph import Op, OpClass, OpGraph
 from autoshard.planning.price.evaluate import tensor_spec
 from autoshard.planning.price.step_ledger import Ledger
-from autoshard.planning.space.decision_model import HOST, Model, Node, Reshard
+from autoshard.planning.space.decision_model import Model, Node, Reshard
 from autoshard.planning.stages.stage_cut import SegmentCosts
 from autoshard.program import WEIGHTS, Role, segment_of
 

@@ -132,6 +132,51 @@ def test_small_collectives_of_a_block_take_as_long_as_those_that_the_compiler_ma
     assert sum(each.seconds for each in plan.prediction.collectives) == pytest.approx(compiled_s, rel=0.35)
 
 
+def layers(number: int, width: int, rows: int, stacked: bool) -> Program:
+    """Trace a training step of square layers, in a stack of pairs or one after the other."""
+
+    def loss(weights: Any, x: jax.Array) -> jax.Array:
+        if stacked:
+            x, _ = jax.lax.scan(lambda x, pair: (jnp.tanh(jnp.tanh(x @ pair[0]) @ pair[1]), None), x, weights)
+        else:
+            for weight in weights:
+                x = jnp.tanh(x @ weight)
+        return jnp.square(x.astype(jnp.float32)).mean()
+
+    def step(weights: Any, x: jax.Array) -> Any:
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights, x))
+
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    weights = (array(number, width, width),) * 2 if stacked else [array(width, width)] * number
+    return trace(step, (weights, array(rows, width)), donate_argnums=0, training=True, name="layers")
+
+
+@NEEDS_PLUGIN
+@pytest.mark.parametrize(
+    ("program", "topology", "mesh"),
+    [((4, 1024, 65536, False), "h100:8", "data=8"), ((8, 4096, 262144, True), "h100:8*8", "data=64")]
+    + [
+        pytest.param(*each, marks=pytest.mark.full)
+        for each in (
+            ((8, 4096, 65536, True), "h100:8*8", "data=64"),
+            ((8, 4096, 131072, True), "h100:8*8", "a=8,b=8"),
+            ((8, 4096, 32768, True), "h100:8", "data=8"),
+        )
+    ],
+)
+def test_communication_is_exposed_where_the_schedule_waits_for_it(
+    program: tuple[int, int, int, bool], topology: str, mesh: str
+) -> None:
+    step = layers(*program)
+    plan = make_plan(step, Options(topology=topology, mesh=mesh)).baseline_plans["fsdp"]
+    schedule = compile_plan(step, plan, 300.0).estimate
+    assert schedule is not None
+    assert plan.prediction.step_time_s == pytest.approx(schedule.step_time_s, rel=0.13)
+    assert plan.prediction.exposed_comm_s == pytest.approx(schedule.exposed_comm_s, abs=0.1 * schedule.step_time_s)
+
+
 @NEEDS_PLUGIN
 @pytest.mark.full
 def test_plans_for_gpus_are_judged_by_their_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

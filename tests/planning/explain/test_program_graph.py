@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 import autoshard
+from autoshard.cost import HOST
 from autoshard.errors import UserError
 from autoshard.planning import Options, Plan, ProgramGraph, make_plan, parse_hlo_sharding, save_plan, spec_text
 from autoshard.planning.explain.program_graph import Priced
 from autoshard.planning.price.evaluate import evaluate
 from autoshard.planning.price.op_prices import price_ops
 from autoshard.planning.price.step_ledger import itemise
-from autoshard.planning.space.decision_model import HOST, Model
+from autoshard.planning.space.decision_model import Model
 from autoshard.program import Program, trace
 from tests.graph.programs import f32
 from tests.planning import programs

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from autoshard.cost import HOST
 from autoshard.graph import OpClass
 from autoshard.planning import Plan
 from autoshard.planning.price.evaluate import evaluate
@@ -11,7 +12,6 @@ from autoshard.planning.price.op_prices import MOST_ROWS, planned_ops, price_ops
 from autoshard.planning.price.step_ledger import itemise
 from autoshard.planning.price.step_timeline import make_timeline
 from autoshard.planning.record.plan_files import plan_from_json, plan_to_json
-from autoshard.planning.space.decision_model import HOST
 from autoshard.program import trace
 from tests.graph.programs import f32
 from tests.planning import programs

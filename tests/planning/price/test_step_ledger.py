@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from autoshard.cost import WORK, Charge
+from autoshard.cost import HOST, WORK, Charge
 from autoshard.planning.price.analysed_program import analyse_program, reprice
 from autoshard.planning.price.evaluate import evaluate
 from autoshard.planning.price.step_ledger import itemise
-from autoshard.planning.space.decision_model import HOST, Model
+from autoshard.planning.space.decision_model import Model
 from tests.planning import programs
 from tests.planning.space import test_exchange as exchanges
 

@@ -1,5 +1,6 @@
 """Weights of the channels that compete in a block: cuts raise them towards the bound."""
 
+import dataclasses
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -7,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from autoshard.cost import HOST, IN_FLIGHT
 from autoshard.planning.price.evaluate import Outcome
 from autoshard.planning.solve import mesh_solve
+from autoshard.planning.solve.problem_builder import weight_of
 from autoshard.planning.solve.time_weights import DUAL, Weighing, carried_weights, even_weights, normalise
 from autoshard.planning.solve.weight_search import search
-from autoshard.planning.space.decision_model import Channel
+from autoshard.planning.space.decision_model import EXPOSED, Channel
 from autoshard.planning.space.plan_options import Limits
 from autoshard.solver import Solution
 from tests.planning import programs as made
@@ -29,7 +32,7 @@ def outcome(exposed: float, **seconds: float) -> Outcome:
 
 def weighted(weights: Mapping[Channel, float], found: Outcome) -> float:
     """Return the weighted seconds of an outcome."""
-    return found.channels[(-2, "exposed")] + sum(w * found.channels.get(c, 0.0) for c, w in weights.items())
+    return sum(weight_of(weights, channel) * seconds for channel, seconds in found.channels.items())
 
 
 def test_the_next_weights_give_the_best_choice_its_true_time():
@@ -52,6 +55,27 @@ def test_weighted_seconds_are_never_above_the_true_time(seed: int):
     longest = sum(max(s for (block, _), s in seconds.items() if block == own) for own in (-1, 0))
     assert weighted(weights, found) <= found.step_time_s * (1 + 1e-12)
     assert 1.0 + longest <= found.step_time_s <= 1.0 + sum(seconds.values())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_weighted_seconds_are_below_the_true_time_with_one_collective_in_flight(seed: int):
+    random = np.random.default_rng(seed)
+    names = [(-1, "compute"), (-1, IN_FLIGHT), (-1, HOST), (0, "compute"), (0, IN_FLIGHT)]
+    weights = normalise(dict(zip(names, random.random(len(names)), strict=True)))
+    lanes = [*EVEN, (-1, HOST)]
+    seconds = dict(zip(lanes, random.random(len(lanes)) ** 4, strict=True))
+    found = Outcome({EXPOSED: 1.0} | seconds, (), 0, 0, {}, one_in_flight=True)
+    assert weighted(weights, found) <= found.step_time_s * (1 + 1e-12)
+    weighing = Weighing(weights)
+    weighing.add_choice(found)
+    best = weighing.following(0.0)
+    assert best is not None and weighted(best, found) == pytest.approx(found.step_time_s, rel=2e-3)
+
+
+def test_links_that_take_turns_add_up_and_some_compute_covers_none_of_them():
+    found = Outcome({(0, "compute"): 10.0, (0, "x"): 2.0, (0, "y"): 1.0}, (), 0, 0, {}, one_in_flight=True)
+    assert found.step_time_s == pytest.approx(4.0 + (6.0**3 + 3.0**3) ** (1 / 3))
+    assert dataclasses.replace(found, one_in_flight=False).step_time_s == pytest.approx(1009 ** (1 / 3))
 
 
 def test_next_weights_are_positive_with_a_dual_norm_of_one():
@@ -96,8 +120,8 @@ def test_a_block_of_compute_alone_needs_no_weights():
 
 
 def test_weights_from_another_mesh_serve_a_block_without_compute_of_its_own():
-    model = SimpleNamespace(nodes=[SimpleNamespace(time={(0, "x"): None, (1, "compute"): None, (1, "x"): None})])
-    model.reshards = []
+    node = SimpleNamespace(time={(0, "x"): None, (1, "compute"): None, (1, "x"): None})
+    model = SimpleNamespace(nodes=[node], reshards=[], one_in_flight=False)
     assert carried_weights(model, {(0, "compute"): 0.8, (1, "compute"): 0.8}) == pytest.approx(  # type: ignore[arg-type]
         {(0, "x"): 1.0, (1, "compute"): 0.8, (1, "x"): (1.0 - 0.8**DUAL) ** (1 / DUAL)}
     )
