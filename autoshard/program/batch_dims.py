@@ -38,7 +38,8 @@ def example_position(eqn: Any, places: Sequence[ExampleDim | None], dim: int, re
     - `result`: number of the result.
 
     Calls in `_CALLS` are assumed to mix no examples. Ops without a rule in `_RULES` count as elementwise. An iota or
-    broadcast without examples has a position whose elements are alike.
+    broadcast without examples has a position whose elements are alike. A value without examples that is repeated once
+    for each has a position too.
     """
     name = eqn.primitive.name
     if any(place is not None and place.numbers for place in places):
@@ -50,7 +51,8 @@ def example_position(eqn: Any, places: Sequence[ExampleDim | None], dim: int, re
     if name == "iota":
         return ExampleDim(dim, alike=True, numbers=_EVERYWHERE if eqn.params["dimension"] == dim else frozenset())
     if all(place is None for place in places):
-        return ExampleDim(dim, alike=True) if name == "broadcast_in_dim" else None
+        inner = eqn.invars[0].aval.shape[dim] if name == "tile" else 1
+        return ExampleDim(dim, inner=inner, alike=inner == 1) if name in ("broadcast_in_dim", "tile") else None
     place = _RULES.get(name, _elementwise)(eqn, places)
     return place if place is not None and place.dim == dim else None
 
@@ -152,6 +154,13 @@ def _broadcast(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | No
     place = places[0]
     assert place is not None
     return dataclasses.replace(place, dim=eqn.params["broadcast_dimensions"][place.dim])
+
+
+def _tiled(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
+    """Return the position after repetitions, which add outer ones along the dim of the examples."""
+    place = places[0]
+    assert place is not None
+    return dataclasses.replace(place, outer=place.outer * eqn.params["reps"][place.dim])
 
 
 def _transposed(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
@@ -352,6 +361,7 @@ def _bare(*places: ExampleDim) -> list[ExampleDim]:
 _RULES = {
     **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshaped),
     "broadcast_in_dim": _broadcast,
+    "tile": _tiled,
     "transpose": _transposed,
     **dict.fromkeys(
         ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"), _reduced

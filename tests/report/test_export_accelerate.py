@@ -43,6 +43,15 @@ def test_the_launcher_reads_the_file(plan: Plan, program: Program, tmp_path: Pat
     assert launched["FSDP_RESHARD_AFTER_FORWARD"] == launched["FSDP_ACTIVATION_CHECKPOINTING"] == "true"
 
 
+def test_a_program_from_the_cache_has_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOSHARD_CACHE_DIR", str(tmp_path))
+    options = {"train": True, "batch": 8, "seq": 64, "remat": "full", "kept": True}
+    traced, kept = (open_source("hf:llama-tiny", **options) for _ in range(2))
+    assert kept.args == () and kept.block_classes == ("LlamaDecoderLayer",)
+    made = autoshard.plan(traced, topology="cpu:4", mesh=MESH, form="accelerate")
+    assert export_plan(made, "accelerate", kept) == export_plan(made, "accelerate", traced)
+
+
 def test_a_plan_for_it_splits_the_batch_over_every_axis(plan: Plan) -> None:
     assert plan.batch_axes == ("data", "model")
     assert "intermediates that the plan pins" not in export_plan(plan, "accelerate")

@@ -1,7 +1,6 @@
 """Export of a plan to the configuration file of Hugging Face Accelerate, with FSDP2 over the batch's devices."""
 
 import math
-from typing import Any
 
 from autoshard.cost import Topology
 from autoshard.errors import FormError
@@ -82,14 +81,8 @@ def _recomputes(plan: Plan) -> tuple[bool, tuple[str, ...]]:
 
 
 def _block_classes(program: Program | None) -> list[str]:
-    """Return the names of the classes of blocks in the outermost `ModuleList`s of the program's module, sorted.
-
-    Raises: FormError for a program without such a module.
-    """
-    module: Any = None if program is None or program.eager is None else program.eager.function.module
-    lists = {} if module is None else {n: m for n, m in module.named_modules() if type(m).__name__ == "ModuleList"}
-    outermost = [m for n, m in lists.items() if not any(n.startswith(f"{other}.") for other in lists)]
-    classes = sorted({type(block).__name__ for each in outermost for block in each})
+    """Return the classes of the program's blocks. Raises: FormError for a program without a module of blocks."""
+    classes = [] if program is None else list(program.block_classes)
     if not classes:
         raise FormError(
             "Accelerate gathers parameters block by block, and the program is no torch module with a ModuleList of "

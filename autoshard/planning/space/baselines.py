@@ -223,12 +223,15 @@ def restricted(
     for result, argument in structure.ties:
         if argument in new_specs:
             wanted[result] = new_specs[argument]
+    held = {structure.cluster_of[tensor] for tensor in wanted}
     for position, argument in enumerate(model.program.arguments):
         tensor = model.graph.arguments[position]
         if argument.role is Role.BATCH and structure.cluster_of[tensor] >= 0 and argument.shape:
             parts, dim = math.prod(model.axis_sizes[a] for a in data), groups.examples.get(position)
             if dim is not None and argument.shape[dim] % parts:
                 return None
+            if dim is None and structure.cluster_of[tensor] in held:
+                continue  # a mask of a parameter, which lies in the same state
             spec: dict[int, Sequence[int]] = {dim: tuple(data)} if data and dim is not None else {}
             wanted[tensor] = spec | ({1: tuple(context)} if context and dim == 0 and len(argument.shape) > 1 else {})
     for tensor, asked in wanted.items():

@@ -233,17 +233,18 @@ class _TwoTraces:
         - `given`: values of the operands.
         - `known`: values by variable of `whole`.
 
-        If the equations differ in number or primitive, all results are `OTHER`.
+        If the equations differ in number, primitive or operands, all results are `OTHER`.
         """
         first, second = whole.jaxpr, less.jaxpr
         known.update(zip(first.invars, given, strict=True))
-        for mine, theirs in zip(first.constvars, second.constvars, strict=False):
-            grows = mine.aval.shape != theirs.aval.shape
-            known[mine] = _Value(Reduction.OTHER, False, _CONSTANT) if grows else _Value(Reduction.CONST)
+        consts = zip(first.constvars, second.constvars, whole.consts, less.consts, strict=False)
+        known.update((variable, self._constant(mine, theirs)) for variable, _, mine, theirs in consts)
         steps = list(zip(first.eqns, second.eqns, strict=False))
-        if len(first.eqns) != len(second.eqns) or any(a.primitive is not b.primitive for a, b in steps):
+        differs = [a for a, b in steps if a.primitive is not b.primitive or len(a.invars) != len(b.invars)]
+        differs += max(first.eqns, second.eqns, key=len)[len(steps) :]
+        if differs:
             why = "operations that depend on the number of examples"
-            return [_Value(Reduction.OTHER, True, why) for _ in first.outvars]
+            return [_Value(Reduction.OTHER, True, why, _line(differs[0])) for _ in first.outvars]
         for mine, theirs in steps:
             operands = [self._operand(a, b, known) for a, b in zip(mine.invars, theirs.invars, strict=True)]
             known.update(zip(mine.outvars, self._results(mine, theirs, operands), strict=True))
@@ -268,6 +269,23 @@ class _TwoTraces:
             return _Value(Reduction.COUNT)
         if math.isclose(value * self.parts, other, rel_tol=1e-2):
             return _Value(Reduction.SHARE)
+        return _Value(Reduction.OTHER, False, _CONSTANT)
+
+    def _constant(self, mine: Any, theirs: Any) -> _Value:
+        """Return the value of an array constant of the two traces.
+
+        It is `EACH` if one dim alone grows, by the number of parts, and all elements along it are equal.
+        """
+        import numpy as np
+
+        shape, smaller = np.shape(mine), np.shape(theirs)
+        if shape == smaller:
+            return _Value(Reduction.CONST)
+        grown = [dim for dim, (m, n) in enumerate(zip(shape, smaller, strict=False)) if m != n]
+        if len(shape) == len(smaller) and len(grown) == 1 and shape[grown[0]] == self.parts * smaller[grown[0]]:
+            first = np.asarray(theirs).take([0], grown[0])
+            if all((np.asarray(each) == first).all() for each in (mine, theirs)):
+                return _Value(Reduction.EACH, place=ExampleDim(grown[0], alike=True))
         return _Value(Reduction.OTHER, False, _CONSTANT)
 
     def _results(self, mine: Any, theirs: Any, operands: list[_Value]) -> list[_Value]:

@@ -375,6 +375,7 @@ def torch_program(
         model_flops=model_flops or None,
         layers=len(function.layers),
         savable=tuple(function.savable),
+        block_classes=_block_classes(function.module),
         weights=function.weights(),
         make_args=make_args,
         exchange=function.exchange,
@@ -606,3 +607,10 @@ def _is_real(module: Any) -> bool:
     """Return True if there are parameters and all have values on the CPU."""
     tensors = [*module.parameters()]
     return bool(tensors) and all(t.device.type == "cpu" for t in tensors)
+
+
+def _block_classes(module: Any) -> tuple[str, ...]:
+    """Return the names of the classes of blocks in the outermost `ModuleList`s of a module, sorted."""
+    lists = {name: each for name, each in module.named_modules() if type(each).__name__ == "ModuleList"}
+    outermost = [each for name, each in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
+    return tuple(sorted({type(block).__name__ for each in outermost for block in each}))

@@ -227,7 +227,61 @@ def test_microbatches_of_a_nonlinear_backward_are_noted():
         assert any("means over 2 parts" in note and "`Clamped`" in note for note in program.notes) is noted
 
 
+class Repeated(nn.Module):
+    """A layer of a sequence after a learned token, with a pattern and a mask of places that every example has."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.up = nn.Parameter(torch.zeros(1, 1, 16)), nn.Linear(16, 16)
+
+    def forward(self, x):
+        tokens = torch.cat([self.token.repeat(len(x), 1, 1), x], 1)
+        pattern = torch.arange(3.0).repeat(len(x)).view(len(x), 3, 1)
+        hidden = torch.zeros(x.shape[:2]).masked_fill(x[..., 0] > 0, -1.0)
+        return self.up(tokens + pattern[:, :1]) + hidden.sum(1)[:, None, None]
+
+
+class Dropped(nn.Module):
+    """A recurrence over places whose weight is multiplied by a mask that is an input."""
+
+    def __init__(self):
+        super().__init__()
+        self.recurrent, self.up = nn.Parameter(torch.eye(16)), nn.Linear(16, 16)
+
+    def forward(self, x, mask):
+        state = torch.zeros(len(x), 16)
+        for place in range(x.shape[1]):
+            state = torch.tanh(self.up(x[:, place]) + state @ (self.recurrent * mask).T)
+        return state
+
+
+class Listed(nn.Module):
+    """A layer of a token that is listed once for each example."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.up = nn.Parameter(torch.zeros(16)), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.up(torch.stack([self.token] * len(x)) + x)
+
+
+def test_a_masked_weight_is_gathered_and_examples_stay_apart():
+    """Split the batch in the price too, as the export runs it."""
+    program = from_torch(Dropped(), (torch.ones(8, 6, 16), torch.ones(16, 16)), train=True, loss=squares)
+    plan = autoshard.plan(program, topology="cpu:4", mesh={"data": 2, "model": 2}, form="fsdp2")
+    assert plan.batch_axes and plan.arguments["batch.x"].dims[0] == plan.batch_axes
+    assert not plan.arguments["batch.mask"].axes
+
+
+def test_operations_for_each_example_are_refused_with_their_line():
+    program = from_torch(Listed(), X, train=True, loss=squares)
+    with pytest.raises(UserError, match=r"operations that depend on the number of examples, at .*py:\d+;"):
+        check_planned(form_named("fsdp2"), program)
+
+
 INDEPENDENT = {
+    "repeated": (Repeated, SEQUENCES, squares, Reduction.MEAN),
     "weighted": (lambda: Applied(Weighted.apply, 3), X, squares, Reduction.MEAN),
     "layers": (lambda: Scanned(False), SEQUENCES, squares, Reduction.MEAN),
     "convolution": (
