@@ -12,7 +12,7 @@ from autoshard.exports.torch_forms.parallel_styles import (
     split_by,
     split_together,
 )
-from autoshard.exports.torch_forms.split_calls import SPLIT_CALLS, SPLIT_IMPORTS, SPLIT_SENTENCE, split_source
+from autoshard.exports.torch_forms.split_calls import SPLIT_CALLS, SPLIT_IMPORTS, split_sentence, split_source
 from autoshard.exports.torch_forms.torch_code import plan_inputs, plan_parameters
 from autoshard.exports.torch_forms.torch_recipe import mixed_code, recipe_lacks, recompute_code
 from autoshard.planning import Plan, Rest, module_pattern
@@ -178,7 +178,7 @@ def fsdp2_text(plan: Plan, sentence: str) -> str:
             if elsewhere
             else []
         ),
-        *([SPLIT_SENTENCE] if tensor else []),
+        *([split_sentence('mesh["tensor"]')] if tensor else []),
         *recipe_lacks(plan, recomputed=True, mixed=True),
         "optimizer state; state made like its parameter is split like it.",
         "the device order; ranks are laid out row-major over the mesh.",

@@ -7,12 +7,15 @@ from pathlib import Path
 from autoshard import exec as room
 
 
-SPLIT_SENTENCE = (
-    "functions that DTensor cannot split, or computes wrongly, as their first call is tried; every device runs them "
-    "whole. `plan.distribute(model, mesh)` also places what the plan has inside of the step. A loss outside of the "
-    "model runs on DTensors alone, where some functions fail (`F.mse_loss` in torch 2.9): write it out or move it in."
-)
-"""The line about them in the head of an export."""
+def split_sentence(mesh: str) -> str:
+    """Return the line about `SplitOps` in the head of an export; `mesh` is the code of the mesh that it splits over."""
+    return (
+        "functions that DTensor cannot split, or computes wrongly, as their first call is tried; every device runs "
+        "them whole. `plan.distribute(model, mesh)` also places what the plan has inside of the step. A loss outside "
+        "of the model runs on DTensors alone, where some functions fail (`F.mse_loss` in torch 2.9, a label "
+        f"smoothing): call it within `with SplitOps({mesh}):` of this file, or move it into the model."
+    )
+
 
 SPLIT_IMPORTS = """import torch
 from torch.distributed.tensor import DTensor

@@ -2,7 +2,7 @@
 
 from autoshard.exports.export_text import head, order_text, table, unpinned
 from autoshard.exports.form_writers import writes
-from autoshard.exports.torch_forms.split_calls import SPLIT_CALLS, SPLIT_IMPORTS, SPLIT_SENTENCE, split_source
+from autoshard.exports.torch_forms.split_calls import SPLIT_CALLS, SPLIT_IMPORTS, split_sentence, split_source
 from autoshard.exports.torch_forms.torch_recipe import recipe_lacks
 from autoshard.planning import Plan, Rest, Spec, dims_by_axis, is_stacked, layer_spec, module_pattern, spec_text
 
@@ -166,7 +166,7 @@ def dtensor_text(plan: Plan, sentence: str) -> str:
         *unpinned(plan, "DTensor splits each op as its operands are", Rest.DTENSOR),
         *lost,
         *unlike,
-        SPLIT_SENTENCE,
+        split_sentence("mesh"),
         *recipe_lacks(plan, recomputed=False, mixed=False),
         "optimizer state; state made like its parameter is split like it.",
         *(["the device order; ranks are laid out row-major over the mesh."] if order else []),

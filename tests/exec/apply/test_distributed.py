@@ -302,6 +302,16 @@ with SplitOps(mesh):
     loss = attend(*split)
 loss.backward()
 away = max(float((one.grad - other.grad.full_tensor()).abs().max()) for one, other in zip(values, split))
+def smoothed(logits, labels):
+    return torch.nn.functional.cross_entropy(logits, labels, ignore_index=0, label_smoothing=0.1)
+logits, labels = torch.randn(8, 6, requires_grad=True), torch.arange(8) % 6
+smoothed(logits, labels).backward()
+for place in (Replicate(), Shard(0), Shard(1)):
+    split = distribute_tensor(logits.detach(), mesh, [place]).requires_grad_()
+    with SplitOps(mesh):
+        loss = smoothed(split, distribute_tensor(labels, mesh, [Replicate()]))
+    loss.backward()
+    away = max(away, float((logits.grad - split.grad.full_tensor()).abs().max()))
 norm, image = torch.nn.BatchNorm2d(4), torch.randn(4, 4, 3, 3)
 means = [torch.zeros(4), torch.zeros(4)]
 torch.nn.functional.batch_norm(image, means[0], torch.ones(4), norm.weight, norm.bias, True)
