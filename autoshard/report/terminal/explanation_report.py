@@ -229,13 +229,15 @@ def _time(plan: Plan) -> list[str]:
     worst = _worst_exposed(plan, prediction)
     costliest = f"; the costliest is {worst}" if worst else ""
     lines = [f"Exposed communication is {share:.0%} of the step{costliest}."]
-    waits = sum(s.seconds for s in plan.timeline.spans if s.name == WAITS_FOR_HOST) if plan.timeline else 0.0
-    # Shorter waits are not worth a sentence, like communication above.
-    if waits > 0.005 * total:
-        lines.append(
-            f"The step waits {format_seconds(waits)} of it for transfers from and to the hosts' memory that compute "
-            "does not hide."
-        )
+    spans = [span for span in plan.timeline.spans if span.name.startswith("waiting for ")] if plan.timeline else []
+    for on_host, words in (
+        (True, "transfers from and to the hosts' memory that compute does not hide"),
+        (False, "collectives that compute covers in part"),
+    ):
+        waits = sum(span.seconds for span in spans if (span.name == WAITS_FOR_HOST) is on_host)
+        # Shorter waits are not worth a sentence, like communication above.
+        if waits > 0.005 * total:
+            lines.append(f"The step waits {format_seconds(waits)} of it for {words}.")
     return lines
 
 

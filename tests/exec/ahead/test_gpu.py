@@ -1,5 +1,6 @@
 """The GPU compiler as referee, without a GPU: its description of the chip, and its verdicts on plans."""
 
+import dataclasses
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,10 @@ from autoshard.exec.hlo.compiled_collectives import plan_mesh, read_collectives
 from autoshard.exec.hlo.hlo_text import parse_hlo
 from autoshard.exec.hlo.instruction_work import Reader
 from autoshard.planning import Options, make_plan, read_asked
+from autoshard.planning.price.analysed_program import analyse_program, reprice
+from autoshard.planning.price.evaluate import evaluate
 from autoshard.program import Program, config_program, trace
+from autoshard.report.terminal.explanation_report import step_limits
 
 
 NEEDS_PLUGIN = pytest.mark.skipif(
@@ -175,6 +179,19 @@ def test_communication_is_exposed_where_the_schedule_waits_for_it(
     assert schedule is not None
     assert plan.prediction.step_time_s == pytest.approx(schedule.step_time_s, rel=0.13)
     assert plan.prediction.exposed_comm_s == pytest.approx(schedule.exposed_comm_s, abs=0.1 * schedule.step_time_s)
+    assert plan.timeline is not None
+    assert plan.timeline.end_s == pytest.approx(plan.prediction.step_time_s, rel=1e-6)
+    if topology == "h100:8*8":
+        assert any("compute covers in part" in line for line in step_limits(plan))
+
+
+def test_a_framework_that_runs_the_step_op_by_op_has_collectives_in_flight_together() -> None:
+    program = config_program(FIELDS, train=True, batch=64, seq=512)
+    plan = make_plan(program, Options(topology="h100:8*8", mesh="data=64", form="fsdp2")).plan
+    model, choices = reprice(plan, program, analyse_program(program, Topology.parse(plan.topology)))
+    assert plan.origin.eager and model.eager and not model.one_in_flight
+    compiled = evaluate(dataclasses.replace(model, eager=False), choices)
+    assert compiled.step_time_s > plan.prediction.step_time_s
 
 
 @NEEDS_PLUGIN
