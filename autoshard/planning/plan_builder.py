@@ -202,7 +202,7 @@ def make_plan(
     compared = searched.compared if isinstance(searched.compared.found, SearchResult) else best
     assert isinstance(compared.found, SearchResult)
     completed = compared.found.baselines
-    known = figures.provenance | ({"eager": True} if reading.eager else {})
+    known = {**figures.provenance, **({"eager": True} if reading.eager else {})}
     baseline_writer = Writer(program, reading.groups, limits.memory_bytes, limits.seed, list(completed), known)
     asked: dict[str, Any] = {}
     if options.asked:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,3 +148,30 @@ def test_what_a_policy_has_on_the_hosts_is_named() -> None:
     program, plan = tiny(dtype="float32", remat="full,offload=input")
     text = export_plan(plan, "fsdp2", program, force=True)
     assert "wait in the hosts' memory" in text and "RECOMPUTED = (('full', 0),)" in text
+
+
+MODULE = """
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8))
+inputs, targets = torch.ones(8, 16), torch.ones(8, 8)
+loss = nn.functional.mse_loss
+"""
+
+
+@pytest.mark.parametrize(
+    ("form", "line"),
+    [
+        ("fsdp2", "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"),
+        ("torchtitan", "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"),
+        ("dtensor", "compute in bfloat16 with parameters in float32"),
+    ],
+)
+def test_a_module_that_was_planned_in_another_dtype_computes_in_it(form: str, line: str, tmp_path: Path) -> None:
+    file = tmp_path / "net.py"
+    file.write_text(MODULE)
+    for options, expected in (({"dtype": "bfloat16"}, True), ({}, False)):
+        program = open_source(str(file), train=True, **options)
+        plan = autoshard.plan(program, topology="cpu:4", mesh={"data": 4}, form=form)
+        assert (line in export_plan(plan, form, program)) is expected

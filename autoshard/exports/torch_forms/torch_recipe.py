@@ -120,7 +120,11 @@ def _parts(plan: Plan) -> tuple[tuple[str, int], ...]:
 
 
 def dtypes(plan: Plan) -> tuple[str, str]:
-    """Return the dtypes of compute and of the largest parameter; ("", "") for a source whose dtype is not known."""
-    if plan.source is None or not plan.source.is_configuration:
-        return "", ""
-    return str(chosen_options(plan).get("dtype") or "bfloat16"), largest_dtype(plan, "parameter")
+    """Return the dtypes of compute and of the largest parameter; ("", "") for a source whose dtype is not known.
+
+    A module computes in its own dtypes, perhaps under an autocast of its own, unless the plan was asked for another.
+    """
+    asked = "" if plan.source is None else str(chosen_options(plan).get("dtype") or "")
+    if plan.source is not None and plan.source.is_configuration:
+        asked = asked or "bfloat16"
+    return (asked, largest_dtype(plan, "parameter")) if asked else ("", "")

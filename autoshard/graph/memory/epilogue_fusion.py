@@ -306,8 +306,10 @@ class _Kernel:
     """Number of its fusions."""
 
 
-def fuse_siblings(graph: OpGraph, fusions: Sequence[Fusion]) -> list[Fusion]:
+def fuse_siblings(graph: OpGraph, fusions: Sequence[Fusion], only: frozenset[int] | None = None) -> list[Fusion]:
     """Return the fusions after sibling elementwise fusions of equal size that read the same values share one kernel.
+
+    With `only`, fusions that write other values stay apart.
 
     A fusion that joins an earlier kernel is marked `is_fused_sibling`, and no longer reads the values that this kernel
     reads or writes. It joins the first kernel that allows it (`_may_join`); positions in the list do not change.
@@ -317,7 +319,7 @@ def fuse_siblings(graph: OpGraph, fusions: Sequence[Fusion]) -> list[Fusion]:
     """Maps a value to the kernels that read or write it."""
     for number, fusion in enumerate(fusions):
         root = graph.ops[fusion.root]
-        if not fusion.moved or not _is_light(root):
+        if not fusion.moved or not _is_light(root) or (only is not None and not only.issuperset(fusion.moved)):
             continue
         size = sum(graph.tensors[t].elements for t in fusion.moved)
         host = next((k for t in fusion.reads for k in kernels[t] if _may_join(graph, k, fusion, root, size)), None)

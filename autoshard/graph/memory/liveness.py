@@ -1,7 +1,7 @@
 """Liveness of a program: its fusions, and the buffers and traffic of every value that reaches memory."""
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from autoshard.graph.memory.buffer_dtypes import stored_buffers, widened_tables
 from autoshard.graph.memory.epilogue_fusion import fuse_epilogues, fuse_gpu_epilogues, fuse_siblings
@@ -122,7 +122,7 @@ def analyse(
     fetches = _fetches(graph, analysis)
     fusions = [dataclasses.replace(f, reads=tuple(t for t in f.reads if t not in fetches)) for f in analysis.fusions]
     return Liveness(
-        tuple(fuse_siblings(graph, fusions) if rules.fused_matmuls else fusions),
+        tuple(_kernels(graph, fusions, rules)),
         analysis.materialised,
         tuple(sorted(buffers)),
         widths,
@@ -155,6 +155,17 @@ def _gpu_traffic(graph: OpGraph, analysis: FusionAnalysis, relaid: Collection[Re
             stored = carry.init in graph.generated and carry.body in analysis.materialised
             if stored and graph.tensors[carry.body].shape:
                 yield ExtraTraffic(carry.body, loop.parent, 1)
+
+
+def _kernels(graph: OpGraph, fusions: Sequence[Fusion], rules: FusionRules) -> Sequence[Fusion]:
+    """Return the fusions after siblings share kernels: all on TPUs, on GPUs those that write results of the step.
+
+    XLA's GPU compiler computes an AdamW update of a parameter and its two moments in one kernel (embedding tables on
+    eight H100s). It leaves the elementwise ops of a recurrence in kernels of their own.
+    """
+    if rules.fused_matmuls:
+        return fuse_siblings(graph, fusions)
+    return fuse_siblings(graph, fusions, frozenset(graph.results)) if rules.gpu_kernels else fusions
 
 
 def defer_weight_gradients(graph: OpGraph, liveness: Liveness) -> Liveness:

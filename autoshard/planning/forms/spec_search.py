@@ -182,19 +182,22 @@ class SpecSearch:
         """Return the best candidate by its price once the form gathers parameters over the batch's axes; None without
         one.
 
-        At most `RUN` sets of specs are priced so: `starts`, and then the best of the search.
+        At most `RUN` sets of specs are priced so: `starts`, and then the best of the search. Sets that split the batch
+        and cannot be gathered count only if there is no other.
         """
         found = sorted(((each, key) for key, each in self.tried.items() if each is not None), key=lambda e: rank(e[0]))
-        made, tried = [], []
+        made, alone, tried = [], [], []
         for given in (*map(self.expressed, starts), *(dict(key) for _, key in found)):
             batch = {s.dims[0] for name, s in given.items() if self.roles[name] == Role.BATCH and s and s.dims}
             axes = tuple(a for a, axis in enumerate(self.model.axis_names) if any(axis in names for names in batch))
             specs = self.split_over(given, axes)
             if specs not in tried and len(tried) < RUN:
                 tried.append(specs)
-                alone = self.tried.get(tuple(given.items()))
-                made.append((self.gathering(specs, axes) if axes else None) or alone)
-        return min((each for each in made if each is not None), key=rank, default=None)
+                (alone if axes else made).append(self.tried.get(tuple(given.items())))
+                if axes:
+                    made.append(self.gathering(specs, axes))
+        of = made if any(each is not None for each in made) else alone
+        return min((each for each in of if each is not None), key=rank, default=None)
 
     def split_over(self, given: Mapping[str, Spec | None], axes: tuple[int, ...]) -> dict[str, Spec | None]:
         """Return specs in which the form splits parameters over some axes, by number."""

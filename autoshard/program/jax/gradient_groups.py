@@ -241,7 +241,7 @@ class _TwoTraces:
         known.update((variable, self._constant(mine, theirs)) for variable, _, mine, theirs in consts)
         steps = list(zip(first.eqns, second.eqns, strict=False))
         differs = [a for a, b in steps if a.primitive is not b.primitive or len(a.invars) != len(b.invars)]
-        differs += max(first.eqns, second.eqns, key=len)[len(steps) :]
+        differs += [*first.eqns[len(steps) :], *second.eqns[len(steps) :]]
         if differs:
             why = "operations that depend on the number of examples"
             return [_Value(Reduction.OTHER, True, why, _line(differs[0])) for _ in first.outvars]
