@@ -34,7 +34,7 @@ SMALL_PAIRS = 3_000_000
 """Most pairs of alternatives of a mesh that is priced in a second or less."""
 ALWAYS = 3
 """Most axes of a mesh that is solved without regard to what its axes save; prices of more axes take many seconds."""
-PAYS = 2 * LEAST_GAIN
+PAYS = 3 * LEAST_GAIN
 """Share of the step that the last axis must have saved for one axis more to be tried.
 
 Each further axis of a mesh saves less than the one before, and must save `LEAST_GAIN` itself.
