@@ -214,7 +214,7 @@ class Parts:
     traffic: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     """Seconds of communication by `traffic_class`: all of it, and its exposed part."""
     one_in_flight: bool = False
-    """Value of `Bill.one_in_flight`."""
+    """True if the step has one collective in flight at a time."""
 
     @property
     def sent_s(self) -> float:

@@ -258,7 +258,7 @@ def test_hierarchical_attribution() -> None:
         ("v5p:4x8x8", "32,8", (("data",), ("model",))),
         ("v6e:16x16*2", "2,16,16", (("data",), ("model",), ("axis2",))),
         ("cpu:8", "4,2", (("data", "model"),)),
-        ("h100:8*4", "4,4,2", (("data",), ("model", "axis2"))),
+        ("h100:8*4", "4,4,2", (("data", "model", "axis2"),)),
         ("v5e:4x4", "16,1", (("data",),)),
     ],
 )

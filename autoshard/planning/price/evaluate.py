@@ -77,7 +77,7 @@ class Outcome:
     solved_bytes: int = 0
     """Peak in the solver's model: without collective buffers, and with results allocated when they are written."""
     one_in_flight: bool = False
-    """Value of `Model.one_in_flight`."""
+    """True if the step has one collective in flight at a time."""
 
     @property
     def lanes(self) -> dict[Channel, float]:
