@@ -445,8 +445,8 @@ _SHAPES = {"all-gather": _gather, "all-to-all": _exchange, "collective-permute":
 def links(mesh: Mesh) -> tuple[tuple[str, ...], ...]:
     """Return the groups of mesh axes that share physical links, in mesh order; traffic within a group adds up.
 
-    Axes of size 1 use no links and are omitted. If one collective is in flight at a time, over any links, all other axes
-    are one group.
+    Axes of size 1 use no links and are omitted. If one collective is in flight at a time, over any links, all other
+    axes are one group.
     """
     one_at_a_time = mesh.topology.traits.one_in_flight
     groups: list[tuple[set[str], list[str]]] = []

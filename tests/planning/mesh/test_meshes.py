@@ -255,7 +255,8 @@ def test_a_large_mesh_of_four_axes_is_solved_only_if_the_third_axis_pays(monkeyp
 
 
 @pytest.mark.parametrize(
-    ("steps", "admitted"), [((1.0, 0.98), True), ((1.0, 0.995), False), ((1.0, 0.997, 0.988), True)]
+    ("steps", "admitted"),
+    [((1.0, 0.98), True), ((1.0, 0.995), False), ((1.0, 0.997, 0.98), True), ((1.0, 0.997, 0.988), False)],
 )
 def test_a_fourth_axis_is_admitted_by_what_the_third_saved(steps: tuple[float, ...], admitted: bool) -> None:
     axes = [2, 3, 3]
