@@ -109,7 +109,7 @@ class Program:
     savable: tuple[str, ...] = ()
     """Values of its layers that a remat policy may name, such as `self_attn.q_proj`, `context` and `input`."""
     block_classes: tuple[str, ...] = ()
-    """Names of the classes of blocks in the outermost `ModuleList`s of a torch module, sorted."""
+    """Names of the classes of blocks in the outermost lists of modules of a torch module, sorted."""
     make_args: Callable[[int], tuple[Any, ...]] | None = None
     """Function of a seed that returns concrete host arrays for `args`: plausible initial values and valid ids."""
     notes: tuple[str, ...] = ()
