@@ -15,7 +15,7 @@ from autoshard.planning.mesh.mesh_search import MeshSearch, PrunedByBound
 from autoshard.planning.mesh.mesh_searcher import MeshOutcome, Searcher
 from autoshard.planning.price.reshard_paths import PathTables
 from autoshard.planning.record.plan_parts import MeshTried
-from autoshard.planning.solve.weight_search import SearchResult
+from autoshard.planning.solve.weight_search import SearchResult, Start
 from autoshard.planning.space.attention_exchange import check_exchange
 from autoshard.planning.space.derived_axes import LEAST_GAIN, STAGE, find_axis_parts
 from autoshard.planning.space.plan_options import Limits
@@ -111,9 +111,11 @@ def search_meshes(
     if mesh_choice is None:
         if rival is not None:
             _check_bound(MeshAttempts(task, time_limit, hopeless=True), chosen, rival, axis_parts is not None)
-        original = search_on.mesh(chosen, share * time_limit)
+        start = None if rival is None else Start(None, rival.weights)
+        original = search_on.mesh(chosen, share * time_limit, start)
     else:
-        original = search_on.priced(mesh_choice.model, mesh_choice.required, mesh_choice.choices, share * time_limit)
+        start = Start(mesh_choice.choices, mesh_choice.weights)
+        original = search_on.priced(mesh_choice.model, mesh_choice.required, start, share * time_limit)
     best, outcomes = original, (original,)
     if axis_parts is not None:
         refined = search_on.with_parts(axis_parts, original, (1 - share) * time_limit)

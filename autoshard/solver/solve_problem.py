@@ -62,6 +62,8 @@ class Useful(NamedTuple):
     """True to return the choices with the least excess of memory for a problem that is proven infeasible. False returns
     no choices ([0]) then.
     """
+    gap: float = 0.0
+    """Share of the cost by which the bound may be lower when the search ends."""
 
 
 _ANY = Useful()
@@ -134,7 +136,7 @@ class _Solve:
         self.iterations = iterations
         self.progress = progress
         self.stop_requested = (lambda: False) if stop is None else stop.is_set
-        self.enough, self.wants_nearest = useful
+        self.enough, self.wants_nearest, self.gap = useful
         self.best: Ints | None = None
         """Best feasible choices so far, the incumbent."""
         self.cost: int | None = None
@@ -176,8 +178,12 @@ class _Solve:
         return self.finish(Status.OPTIMAL if done else Status.FEASIBLE)
 
     def stopped(self) -> bool:
-        """Return True if the caller stopped the solve, or if all remaining choices are of no use by the bound."""
-        return self.stop_requested() or self.bound >= self.enough
+        """Return True if the caller stopped the solve, or if by the bound no remaining choices are of use."""
+        return self.stop_requested() or self.bound >= self.enough or self.is_near()
+
+    def is_near(self) -> bool:
+        """Return True if the incumbent is within the gap that the caller accepts; False where only a proof ends."""
+        return self.gap > 0 and self.cost is not None and self.cost - self.bound <= self.gap * abs(self.cost)
 
     def due(self) -> bool:
         """Return True if the solve was stopped or its time is up."""

@@ -5,6 +5,7 @@ import functools
 import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,11 +14,21 @@ import optax
 import pytest
 
 import autoshard
-from autoshard.cost import Topology
+from autoshard.cost import Topology, make_mesh
 from autoshard.errors import InfeasibleError
 from autoshard.planning import Options, make_plan, plan_recipes, source_choices
-from autoshard.planning.recipes.recipe import Recipe, needs_no_less
+from autoshard.planning.price.analysed_program import analyse_program
+from autoshard.planning.price.on_chip_memory import on_chip_room
+from autoshard.planning.recipes.recipe import (
+    Recipe,
+    RecipeOutcome,
+    RecipeTried,
+    needs_no_less,
+    slack_row,
+    unfit_row,
+)
 from autoshard.planning.recipes.recipe_order import in_order
+from autoshard.planning.solve.problem_builder import floors
 from autoshard.planning.space.plan_options import OFFLOADED, REMATS
 from autoshard.program import Program, open_source, trace
 from tests.graph.programs import f32
@@ -211,3 +222,42 @@ def test_gradients_of_microbatches_are_summed_once_where_that_is_faster() -> Non
     # A ring sends and receives 7/8 of the summed bytes, and again if every device needs the parameters.
     assert once.prediction.wire_bytes["data"] == pytest.approx(2 * 7 / 8 * gradients, rel=0.02)
     assert each.prediction.wire_bytes["data"] > 4 * gradients
+
+
+def test_a_part_of_the_memory_that_does_not_fit_is_not_planned() -> None:
+    def recipe(microbatches: int, remat: str = "none") -> Recipe:
+        return Recipe((("remat", remat), ("microbatches", microbatches)))
+
+    row = RecipeTried(recipe(2), RecipeOutcome.UNFIT, held_bytes=1000)
+    known = unfit_row(recipe(8), [row], 249, 0)
+    assert known is not None and known.outcome is RecipeOutcome.UNFIT
+    assert known.reason == "does not fit: 1/4 of the memory with microbatches 2 does not"
+    assert unfit_row(recipe(8), [row], 250, 0) is None, "a fourth fits"
+    assert unfit_row(recipe(8), [row], 249, 1) is None, "a fourth fits beside on-chip memory"
+    assert unfit_row(recipe(8, "full"), [row], 100, 0) is None, "other values are held"
+    assert unfit_row(recipe(8), [dataclasses.replace(row, outcome=RecipeOutcome.BEATEN)], 100, 0) is None
+
+
+def test_a_recipe_that_is_slower_with_unlimited_memory_needs_no_state_on_hosts() -> None:
+    def recipe(host: str) -> Recipe:
+        return Recipe((("remat", "dots"), ("host", host)))
+
+    row = RecipeTried(recipe("none"), RecipeOutcome.BEATEN, elements=4, held_bytes=100, unlimited_s=8.0)
+    slower = slack_row(recipe("optimizer"), [row], 100, beat_s=2.0)
+    assert slower is not None and slower.reason == "not planned: host none is slower in every case"
+    assert slack_row(recipe("optimizer"), [row], 100, beat_s=2.1) is None
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_microbatches_hold_at_least_their_part_of_the_memory(remat: str, tmp_path: Path) -> None:
+    topology = Topology.parse("v5e:2x2")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA))
+    least = []
+    for parts in (1, 2, 4):
+        program = open_source(f"hf:{file}", train=True, batch=64, seq=512, remat=remat, microbatches=parts)
+        reading = analyse_program(program, topology, False)
+        least.append(floors(program, reading, make_mesh(topology, {"data": 4}), 1 << 40).bytes)
+    assert least[0] > least[1] > 0
+    for parts, held in zip((2, 4), least[1:], strict=True):
+        assert (held + on_chip_room(topology, held)) * parts >= least[0], "one part is no smaller than its share"

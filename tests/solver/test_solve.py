@@ -159,6 +159,28 @@ def test_a_bound_that_is_enough_ends_it_and_holds(problem: Problem, more: int) -
         assert more <= 0 and answer.lower_bound >= enough, "what costs less was found, or is said not to be"
 
 
+@settings(max_examples=80, deadline=None)
+@given(problems(most_nodes=6), st.sampled_from([0.01, 0.3]))
+def test_a_gap_that_is_accepted_ends_it_and_both_ends_hold(problem: Problem, gap: float) -> None:
+    best = brute_force(problem)
+    answer = solve(problem, time_limit=20, useful=Useful(gap=gap))
+    if best is None:
+        assert answer.status is Status.INFEASIBLE
+        return
+    judged = evaluate(problem, answer.choices)
+    assert judged.feasible and judged.cost == answer.cost
+    assert answer.lower_bound <= best <= answer.cost
+    assert answer.cost - answer.lower_bound <= gap * abs(answer.cost)
+
+
+def test_a_hint_within_the_accepted_gap_of_the_first_bound_is_the_answer() -> None:
+    problem = make_problem([[100, 101], [7, 9]], [(0, 1, [0, 1, 1, 0])])
+    hint = np.array([1, 1])
+    assert solve(problem, hint=hint).cost == 107
+    near = solve(problem, hint=hint, useful=Useful(gap=0.05))
+    assert (near.cost, near.lower_bound, near.status) == (110, 107, Status.FEASIBLE)
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "wanted"),
     [("node_costs", (2, 1), "[n]"), ("edge_nodes", (4,), "[n, 2]"), ("edge_nodes", (1, 3), "[n, 2]")],

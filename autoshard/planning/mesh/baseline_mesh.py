@@ -10,7 +10,7 @@ from autoshard.cost import Mesh, default_axis_names, make_mesh
 from autoshard.errors import UserError
 from autoshard.planning.mesh.mesh_attempt import MeshBest
 from autoshard.planning.mesh.mesh_searcher import MeshOutcome, Searcher
-from autoshard.planning.solve.weight_search import SearchResult
+from autoshard.planning.solve.weight_search import SearchResult, Start
 from autoshard.planning.space.baselines import baselines
 from autoshard.planning.space.dim_groups import Groups
 from autoshard.program import Program
@@ -36,7 +36,7 @@ def with_baselines(
         except UserError:  # the user's constraints suit another mesh
             continue
         if baselines(model, search_on.task.reading.groups):
-            elsewhere = search_on.priced(model, required, choices, time_limit / 4)
+            elsewhere = search_on.priced(model, required, Start(choices), time_limit / 4)
             if isinstance(elsewhere.found, SearchResult) and elsewhere.found.baselines:
                 return elsewhere
     return original

@@ -16,6 +16,7 @@ from autoshard.cost import Mesh, Topology, candidate_meshes
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.planning.mesh.mesh_attempt import Incumbent, MeshAttempt, MeshAttempts, MeshBest
 from autoshard.planning.record.plan_parts import MeshTried
+from autoshard.planning.solve.problem_builder import Weights
 from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.derived_axes import LEAST_GAIN
 from autoshard.planning.space.spec_constraints import mesh_text
@@ -35,6 +36,8 @@ class Chosen:
     """User's constraints on the chosen mesh."""
     choices: NDArray[np.int64] | None
     """Chosen state of each node; None if nothing fits on any mesh."""
+    weights: Weights | None
+    """Time weights with the highest bound on the mesh; None if it was not bounded."""
     tried: tuple[MeshTried, ...]
     """Rows of all meshes, the chosen one first."""
     others: tuple[MeshBest, ...]
@@ -46,10 +49,12 @@ class Chosen:
 class PrunedByBound(Exception):
     """Exception that reports that no plan on any mesh beats the given incumbent."""
 
-    def __init__(self, bound_s: float) -> None:
+    def __init__(self, bound_s: float, unconstrained_bound_s: float = 0.0) -> None:
         super().__init__(f"no plan on any mesh takes less than {format_seconds(bound_s)}")
         self.bound_s = bound_s
         """Lower bound in seconds of a step on every mesh where a plan fits."""
+        self.unconstrained_bound_s = unconstrained_bound_s
+        """Lower bound in seconds of a step on every searched mesh, ignoring the memory limit."""
 
 
 class MeshSearch:
@@ -109,10 +114,17 @@ class MeshSearch:
             raise self.refused(topology)
         choices = None if chosen.best is None else chosen.best.choices
         others = tuple(each.best for each in self.done if each.best is not None and each.mesh != chosen.mesh)
-        unconstrained_bound_s = min(
-            (each.unconstrained_bound_s for each in self.done if each.mesh != chosen.mesh), default=math.inf
-        )
-        return Chosen(chosen.model, chosen.required, choices, self.rows(chosen), others, unconstrained_bound_s)
+        unconstrained_bound_s = self.unconstrained_bound_s(chosen)
+        rows = self.rows(chosen)
+        return Chosen(chosen.model, chosen.required, choices, chosen.weights, rows, others, unconstrained_bound_s)
+
+    def unconstrained_bound_s(self, chosen: MeshAttempt | None = None) -> float:
+        """Return a lower bound in seconds of all plans on the meshes that are not excluded, ignoring the memory limit.
+
+        - `chosen`: attempt whose mesh is left out; None for all meshes.
+        """
+        counted = (each for each in self.done if not each.excluded and (chosen is None or each.mesh != chosen.mesh))
+        return min((each.unconstrained_bound_s for each in counted), default=math.inf)
 
     def scouted(self, meshes: Sequence[Mesh]) -> Incumbent | None:
         """Return an incumbent from one mesh for all others; None for fewer than `SCOUTED` meshes, or if that mesh gives
@@ -162,7 +174,7 @@ class MeshSearch:
         assert self.rival is not None
         bounds = [trial.bound_s for trial in self.done if trial.bound_s is not None and not _without_room(trial)]
         if bounds:
-            return PrunedByBound(min(bounds))
+            return PrunedByBound(min(bounds), self.unconstrained_bound_s())
         if len(self.refusals) == len(self.done):
             return self.refused(topology)
         return InfeasibleError("no plan fits on any mesh")

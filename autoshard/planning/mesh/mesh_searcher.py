@@ -4,13 +4,10 @@ import dataclasses
 import time
 from collections.abc import Callable
 
-import numpy as np
-from numpy.typing import NDArray
-
 from autoshard.base.workers import WorkerCrew
 from autoshard.cost import Mesh, Topology
 from autoshard.planning.price.analysed_program import Task
-from autoshard.planning.solve.weight_search import Infeasible, SearchResult, search
+from autoshard.planning.solve.weight_search import Infeasible, SearchResult, Start, search
 from autoshard.planning.space.baselines import Baseline, baselines
 from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.derived_axes import LEAST_GAIN, AxisParts
@@ -68,23 +65,23 @@ class Searcher:
     def __init__(self, task: Task, phases: Phases, crew: WorkerCrew, topology: Topology) -> None:
         self.task, self.phases, self.crew, self.topology = task, phases, crew, topology
 
-    def mesh(self, mesh: Mesh, time_limit: float) -> MeshOutcome:
+    def mesh(self, mesh: Mesh, time_limit: float, start: Start | None = None) -> MeshOutcome:
         """Price a mesh and search its plans, with baselines and the user's constraints; `time_limit` is in processor
         seconds. Raises `UserError` if the constraints cannot hold.
+
+        - `start`: results of another search; None if there are none.
         """
         model = self.price(mesh)
-        return self.priced(model, self.task.required(model), None, time_limit)
+        return self.priced(model, self.task.required(model), start, time_limit)
 
-    def priced(
-        self, model: Model, required: Required, known: NDArray[np.int64] | None, time_limit: float
-    ) -> MeshOutcome:
+    def priced(self, model: Model, required: Required, start: Start | None, time_limit: float) -> MeshOutcome:
         """Search the plans on a priced mesh, with baselines; an infeasible search gives an outcome too.
 
         - `required`: the user's constraints.
-        - `known`: choices that fit, from which the search starts; None if there are none.
+        - `start`: results of another search; None if there are none.
         - `time_limit`: processor seconds.
         """
-        return self._search(model, baselines(model, self.task.reading.groups), required, known, time_limit)
+        return self._search(model, baselines(model, self.task.reading.groups), required, start, time_limit)
 
     def with_parts(self, axis_parts: AxisParts, original: MeshOutcome, time_limit: float) -> MeshOutcome:
         """Search the plans on the mesh with an axis cut in two, without baselines, from the best plan without the cut.
@@ -95,7 +92,8 @@ class Searcher:
         allowed = axis_parts.allowed(original.model, model, original.required.allowed)
         start = None
         if isinstance(original.found, SearchResult):
-            start = axis_parts.choices(original.model, model, original.found.best.choices)
+            choices = axis_parts.choices(original.model, model, original.found.best.choices)
+            start = Start(choices, original.found.weights)
         return self._search(model, [], Required(allowed, original.required.pinned), start, time_limit)
 
     def price(self, mesh: Mesh) -> Model:
@@ -108,14 +106,14 @@ class Searcher:
         model: Model,
         named: list[Baseline],
         required: Required,
-        known: NDArray[np.int64] | None,
+        start: Start | None,
         time_limit: float,
     ) -> MeshOutcome:
         """Search the plans of a priced model; return an outcome even if nothing fits.
 
         - `named`: baselines to complete.
         - `required`: the user's constraints.
-        - `known`: choices from which to start; None if there are none.
+        - `start`: results of another search; None if there are none.
         - `time_limit`: processor seconds.
         """
         count = sum(len(node.states) for node in model.nodes)
@@ -123,7 +121,7 @@ class Searcher:
         self.phases.start("solve", f"solving {len(model.nodes)} decisions with {count} alternatives")
         try:
             limits = Limits(task.memory_limit, time_limit, task.seed)
-            result = search(model, named, limits, progress, required, known, self.crew)
+            result = search(model, named, limits, progress, required, start, self.crew)
         except Infeasible as error:
             return MeshOutcome(model, required, error)
         return MeshOutcome(model, required, result)

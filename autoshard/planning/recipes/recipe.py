@@ -99,6 +99,8 @@ class RecipeTried:
     """Lower bound of the peak in bytes, used to decide if memory binds when `peak_bytes` is None."""
     forecast: RematForecast | None = None
     """Forecast from before planning, for a remat policy that the planner composed value by value."""
+    unlimited_s: float = 0.0
+    """Lower bound in seconds of a step with unlimited memory on every searched mesh; 0 if none is known."""
     skipped_meshes: int = 0
     """Number of meshes with an axis of stages that the search skipped for this recipe."""
 
@@ -125,13 +127,16 @@ def elements_of(program: Program) -> int:
     return program.tokens or max(sizes, default=1) or 1
 
 
-def beaten_row(recipe: Recipe, bound_s: float, elements: int, least_bytes: int) -> RecipeTried:
+def beaten_row(
+    recipe: Recipe, bound_s: float, elements: int, least_bytes: int, unlimited_s: float = 0.0
+) -> RecipeTried:
     """Return the row of a recipe that is slower than the best one on every mesh.
 
-    Only a lower bound of its step is known, `bound_s` in seconds. `least_bytes` is a lower bound of the peak of all its
-    plans, and stands in for the peak.
+    Only lower bounds of its step are known: `bound_s`, and `unlimited_s` with unlimited memory, in seconds.
+    `least_bytes` is a lower bound of the peak of all its plans, and stands in for the peak.
     """
-    return RecipeTried(recipe, RecipeOutcome.BEATEN, elements=elements, bound_s=bound_s, held_bytes=least_bytes)
+    row = RecipeTried(recipe, RecipeOutcome.BEATEN, elements=elements, bound_s=bound_s, held_bytes=least_bytes)
+    return dataclasses.replace(row, unlimited_s=unlimited_s)
 
 
 def implied_row(recipe: Recipe, other: RecipeTried) -> RecipeTried:
@@ -253,12 +258,39 @@ def figures_of(row: RecipeTried, rows: Sequence[RecipeTried], varied: bool) -> d
     return figures
 
 
-def slack_row(recipe: Recipe, tried: Sequence[RecipeTried], limit: int) -> RecipeTried | None:
+def unfit_row(recipe: Recipe, tried: Sequence[RecipeTried], limit: int, on_chip: int) -> RecipeTried | None:
+    """Return a row for a recipe that cannot fit since another one of `tried` does not; None if it may fit.
+
+    Either the other one needs no more memory, or it has larger microbatches, and a part of its memory does not fit
+    either. With k times as many microbatches, no value becomes smaller than a k-th of its size.
+
+    - `limit`: bytes of one device.
+    - `on_chip`: most bytes of values that may be in on-chip memory, which do not count.
+    """
+    count = recipe.arguments.get("microbatches")
+    for other in tried:
+        if other.outcome is not RecipeOutcome.UNFIT:
+            continue
+        part, theirs = "", other.recipe.arguments.get("microbatches")
+        if not needs_no_less(recipe, other.recipe):
+            if not count or not theirs or count <= theirs or other.recipe != recipe.but(microbatches=theirs):
+                continue
+            if (other.held_bytes or 0) * theirs <= (limit + on_chip) * count:
+                continue
+            part = f"1/{count // theirs} of the memory with "
+        reason = f"does not fit: {part}{difference(other.recipe, recipe)} does not"
+        return RecipeTried(recipe, RecipeOutcome.UNFIT, reason)
+    return None
+
+
+def slack_row(recipe: Recipe, tried: Sequence[RecipeTried], limit: int, beat_s: float = math.inf) -> RecipeTried | None:
     """Return a row for a recipe that only frees memory and need not be planned; None if it must be.
 
     The recipe is compared with those `tried` that differ in microbatches or state on the hosts only. It need not be
     planned if one of them is slower regardless of memory, or needs less than `TIGHT` of `limit` (bytes of one device).
     A recipe that also offloads the inputs of layers counts for the second: what to store is chosen later, by value.
+
+    - `beat_s`: seconds per element of the best recipe; a recipe that takes as long with unlimited memory is slower.
     """
     eases = [n for n, first in (("microbatches", 1), ("host", HOSTS[0])) if recipe.arguments.get(n, first) != first]
     for name, other in itertools.product(eases, tried):
@@ -267,7 +299,8 @@ def slack_row(recipe: Recipe, tried: Sequence[RecipeTried], limit: int) -> Recip
         if other.recipe != theirs and not offloaded:
             continue
         peak_bytes = other.held_bytes if other.peak_bytes is None else other.peak_bytes
-        if other.outcome in SLOWER and not offloaded:
+        is_slower = other.outcome in SLOWER or other.unlimited_s / (other.elements or 1) >= beat_s
+        if is_slower and not offloaded:
             return implied_row(recipe, other)
         if (peak_bytes is not None and peak_bytes < TIGHT * limit) or other.outcome is RecipeOutcome.SLACK:
             return RecipeTried(

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from autoshard.cost import Mesh, Topology, make_mesh
 from autoshard.planning.plan_builder import Running
 from autoshard.planning.price.analysed_program import Task, analyse_program, reprice
+from autoshard.planning.price.on_chip_memory import on_chip_room
 from autoshard.planning.price.remat_forecast import RematForecast, forecast_remat
 from autoshard.planning.recipes.recipe import (
     SLOWER,
@@ -115,6 +116,7 @@ def mix_remats(search: Search, remats: Sequence[str]) -> None:
     if slow not in remats or search.layers is None:
         return
     mesh, layers = dict(result.plan.mesh), search.layers
+    room = search.limit + on_chip_room(search.topology, search.limit)
     for fast in remats[: remats.index(slow)]:
         (fast_row,) = (each for each in search.tried if each.recipe == row.recipe.but(remat=fast))
         if fast_row.outcome is not RecipeOutcome.UNFIT:
@@ -122,7 +124,11 @@ def mix_remats(search: Search, remats: Sequence[str]) -> None:
         too_few, enough = 0, layers
         while enough - too_few > max(1, layers // FINENESS):
             slow_layers = (too_few + enough) // 2
-            if search.plan(row.recipe.but(remat=f"{slow}:{slow_layers}+{fast}"), mesh=mesh):
+            if (fast_row.held_bytes or 0) * (layers - slow_layers) > room * layers:  # the other layers' part alone
+                too_few = slow_layers
+                continue
+            mixed = row.recipe.but(remat=f"{slow}:{slow_layers}+{fast}")
+            if search.plan(mixed, mesh=mesh, refine_axes=False):
                 enough = slow_layers
                 continue
             mixture = search.tried[-1]

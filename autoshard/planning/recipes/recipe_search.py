@@ -20,6 +20,7 @@ from autoshard.planning.mesh.mesh_search import PrunedByBound
 from autoshard.planning.mesh_choice import EarlierRecipes
 from autoshard.planning.plan_builder import PlanResult, Running, given_mesh, make_plan, priced_with
 from autoshard.planning.price.analysed_program import Task, analyse_program, least_seconds
+from autoshard.planning.price.on_chip_memory import on_chip_room
 from autoshard.planning.price.remat_forecast import RematForecast
 from autoshard.planning.price.reshard_paths import PathTables
 from autoshard.planning.recipes import pipeline_recipes
@@ -30,12 +31,11 @@ from autoshard.planning.recipes.recipe import (
     RecipeOutcome,
     RecipeTried,
     beaten_row,
-    difference,
     elements_of,
     figures_of,
     line_of,
-    needs_no_less,
     slack_row,
+    unfit_row,
     verdict_of,
 )
 from autoshard.planning.recipes.recipe_follow_ups import (
@@ -214,20 +214,19 @@ class RecipeSearch:
     def _known(self, recipe: Recipe) -> RecipeTried | None:
         """Return the row of a recipe that need not be planned, from the rows of others; None if it must be.
 
-        The reasons, in order: another recipe that needs no more memory does not fit; a ring exchange splits no
+        The reasons, in order: another recipe's memory does not fit, or a part of it; a ring exchange splits no
         sequence. A pipeline is then excluded by its bubble or by its recomputation, any other recipe by slack memory.
         """
-        for other in self.tried:
-            if other.outcome is RecipeOutcome.UNFIT and needs_no_less(recipe, other.recipe):
-                reason = f"does not fit: {difference(other.recipe, recipe)} does not"
-                return RecipeTried(recipe, RecipeOutcome.UNFIT, reason)
+        unfit = unfit_row(recipe, self.tried, self.limit, on_chip_room(self.topology, self.limit))
+        if unfit is not None:
+            return unfit
         if recipe.arguments.get("exchange") == "ring" and self.splits.get(recipe.but(exchange=AUTO)) is False:
             return RecipeTried(recipe, RecipeOutcome.UNSPLIT)
         if pipeline_recipes.pipeline_of(recipe) is not None:
             if self._in_stages(recipe) >= self._beaten_by_s(recipe):
                 return RecipeTried(recipe, RecipeOutcome.BUBBLE)
             return self.memory_pruning.slower(recipe, self.tried)
-        return slack_row(recipe, self.tried, self.limit)
+        return slack_row(recipe, self.tried, self.limit, self._beaten_by_s(recipe))
 
     @property
     def offloads_inputs(self) -> bool:
@@ -295,7 +294,8 @@ class RecipeSearch:
             result = make_plan(program, options, running, before=before)
         except PrunedByBound as error:
             self.pipelines.record_slower(recipe, self.cut)
-            self.tried.append(with_skipped_meshes(beaten_row(recipe, error.bound_s, elements, least), *skipped_meshes))
+            row = beaten_row(recipe, error.bound_s, elements, least, error.unconstrained_bound_s)
+            self.tried.append(with_skipped_meshes(row, *skipped_meshes))
             return False
         except InfeasibleError as error:
             self.refused = error
@@ -319,9 +319,8 @@ class RecipeSearch:
             self.refused = InfeasibleError(refused_by_eager_torch(str(recipe), options.form, needed, self.limit))
             return False
         times = prediction.step_time_s, elements, prediction.peak_bytes, bound, prediction.expected_s
-        row = with_skipped_meshes(
-            RecipeTried(recipe, RecipeOutcome.PLANNED, "", *times, None, forecast), *skipped_meshes
-        )
+        row = RecipeTried(recipe, RecipeOutcome.PLANNED, "", *times, None, forecast, result.unconstrained_bound_s)
+        row = with_skipped_meshes(row, *skipped_meshes)
         self.tried.append(row)
         if self.of_source:
             freed_s = prediction.expected_s - result.unconstrained_bound_s

@@ -43,6 +43,8 @@ ROUNDS = 8
 
 Work is limited, and not time, so that plans are reproducible.
 """
+FREE_ROUNDS = 2
+"""Largest number of such rounds without the memory limit where one is given: enough to see that it is exceeded."""
 
 
 OUT_OF_RANGE = MAX_COST - 1024
@@ -156,6 +158,10 @@ class Terms:
 
     nearest: bool = True
     """False to return no choices where none fit, in place of those with the least excess of memory."""
+    rounds: int = ROUNDS
+    """Largest number of search rounds, see `ROUNDS`."""
+    gap: float = 0.0
+    """Share of the time by which the bound may be lower when the solve ends."""
 
     def left(self, began: float) -> "Terms":
         """Return the terms with the rest of the time limit; at least 1 s.
@@ -210,16 +216,27 @@ def _solve(model: Decisions, weights: Weights, terms: Terms) -> Solved:
     limit = terms.memory_limit
     if terms.free_first or limit is None:
         seconds = terms.time_limit if limit is None else terms.time_limit / 2
-        free = _solve_pruned(model, weights, None, dataclasses.replace(terms, time_limit=seconds))
+        rounds = terms.rounds if limit is None else min(terms.rounds, FREE_ROUNDS)
+        free = _solve_pruned(model, weights, None, dataclasses.replace(terms, time_limit=seconds, rounds=rounds))
+        if _is_answer(free, terms) and free.solution.status is Status.FEASIBLE and rounds < terms.rounds:
+            hint = free.choices if len(free.choices) else terms.hint
+            more = dataclasses.replace(terms.left(began), hint=hint, messages=free.messages)
+            free = _solve_pruned(model, weights, None, more)
         free_bound = max(0, free.solution.lower_bound)
-        useless = free.solution.lower_bound >= terms.enough
-        if limit is None or useless or evaluate_problem(free.problem, free.solution.choices).feasible:
+        if _is_answer(free, terms):
             return dataclasses.replace(free, unconstrained_bound=free_bound)
         limited = dataclasses.replace(terms, messages=free.messages)
         return dataclasses.replace(
             _solve_pruned(model, weights, limit, limited.left(began)), unconstrained_bound=free_bound
         )
     return _solve_pruned(model, weights, limit, terms.left(began))
+
+
+def _is_answer(free: Solved, terms: Terms) -> bool:
+    """Return True if a solve without the memory limit answers for the limit too: its choices fit or are of no use."""
+    if terms.memory_limit is None or free.solution.lower_bound >= terms.enough:
+        return True
+    return evaluate_problem(free.problem, free.solution.choices).feasible
 
 
 def _solve_pruned(model: Decisions, weights: Weights, enforced: int | None, terms: Terms) -> Solved:
@@ -244,12 +261,12 @@ def _solve_pruned(model: Decisions, weights: Weights, enforced: int | None, term
         solution = solve(
             problem if enforced is not None else dataclasses.replace(problem, usage_limit=None),
             time_limit=terms.time_limit,
-            iterations=ROUNDS,
+            iterations=terms.rounds,
             seed=terms.seed,
             hint=None if hint is None else _places(kept, hint),
             stop=terms.stop,
             clock=processor_seconds,
-            useful=Useful(terms.enough, terms.nearest),
+            useful=Useful(terms.enough, terms.nearest, terms.gap),
         )
     except OutOfRangeError:
         raise OutOfRangeError(TOO_LONG) from None

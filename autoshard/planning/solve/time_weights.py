@@ -61,6 +61,11 @@ def normalise(weights: Mapping[Channel, float]) -> dict[Channel, float]:
     return {c: w / totals[c[0]] ** (1.0 / DUAL) for c, w in weights.items() if totals[c[0]] > 0}
 
 
+def compute_weights(model: Model) -> dict[Channel, float]:
+    """Return weights for a program that mostly computes: compute weighs `1 - FLOOR` of each block that has some."""
+    return carried_weights(model, dict.fromkeys(even_weights(model), 1.0 - FLOOR))
+
+
 def carried_weights(model: Model, other: Weights) -> dict[Channel, float]:
     """Return first weights, normalised, from good weights on another mesh.
 

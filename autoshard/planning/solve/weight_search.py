@@ -17,7 +17,7 @@ from autoshard.planning.solve.equal_times import with_least_memory
 from autoshard.planning.solve.mesh_solve import Solved, Terms, first_bound, first_messages, solve_tied, solve_within
 from autoshard.planning.solve.problem_builder import Weights, kept_of, least_bytes
 from autoshard.planning.solve.repeats import Repeats, find_repeats
-from autoshard.planning.solve.time_weights import Weighing, even_weights, normalise
+from autoshard.planning.solve.time_weights import Weighing, carried_weights, compute_weights, even_weights, normalise
 from autoshard.planning.space.baselines import Baseline
 from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.plan_options import Limits
@@ -44,6 +44,12 @@ GOOD_ENOUGH = 1e-3
 """Plan gap below which no further weighting is tried."""
 ROUGHLY = 1e-2
 """Plan gap for plans that leave memory free, whose gain is not known more precisely."""
+SOLVED_TO = 0.3
+"""Share of a plan gap above `GOOD_ENOUGH` to which each weighting is solved. A closer proof would take most of the time
+and change no comparison.
+"""
+ROUGH_ROUNDS = 4
+"""Largest number of rounds of one solve towards such a plan gap; later rounds raise the bound more than they find."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,26 +98,39 @@ class SearchResult:
     """Lower bound on the step time of every choice without a memory limit."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Start:
+    """Results of another search from which a search starts."""
+
+    choices: NDArray[np.int64] | None = None
+    """Choices of the same model, which must satisfy the user's demands; None without any. They are left out if they do
+    not fit.
+    """
+    weights: Weights | None = None
+    """First weights, which gave a good bound on a similar model; None without any."""
+
+
 def search(
     model: Model,
     baselines: list[Baseline],
     limits: Limits,
     progress: Callable[[str], None],
     required: Required | None = None,
-    known: NDArray[np.int64] | None = None,
+    start_from: Start | None = None,
     crew: WorkerCrew | None = None,
 ) -> SearchResult:
     """Search for the best plan within the memory limit that satisfies `required`.
 
-    The result is never worse than the best baseline that fits and satisfies `required`, nor than the choices `known`.
-    Baselines are completed without `required`. Raises `Infeasible` if no choice that fits was found.
+    The result is never worse than the best baseline that fits and satisfies `required`, nor than the choices of
+    `start_from`. Baselines are completed without `required`. Raises `Infeasible` if no choice that fits was found.
 
     - `limits`: memory limit, time and seed.
     - `progress`: receives lines about the search.
-    - `known`: choices to start from, which must satisfy `required`; left out if they do not fit.
+    - `start_from`: results of another search; default: none.
     - `crew`: helper processes; default: none.
     """
     required = required or Required({}, {})
+    known, first_weights = (None, None) if start_from is None else (start_from.choices, start_from.weights)
     crew = crew or WorkerCrew()
     start = crew.processor_seconds()
     weights: Weights = normalise(even_weights(model))
@@ -129,10 +148,13 @@ def search(
             fitting.append(evaluated_candidate(model, "known", known, outcome, limits.memory_bytes))
     if not fitting and least_bytes(model, kept_of(model, required.allowed)) > limits.memory_bytes:
         raise Infeasible(None, completed)  # a bound proves it, without a solve
-    weighing = Weighing(weights)
+    weighing = Weighing(weights if first_weights is None else carried_weights(model, first_weights))
+    if first_weights is not None and first_weights.keys() == weights.keys():
+        weighing.weights = first_weights
     for candidate in fitting:
         weighing.add_choice(candidate.outcome)
-    state = WeightSearch(model, weighing, min(fitting, key=_rank, default=None), messages, repeats)
+    best = min(fitting, key=_rank, default=None)
+    state = WeightSearch(model, weighing, best, messages, repeats, first_weights is not None)
     left = limits.seconds - (crew.processor_seconds() - start)
     state.run(dataclasses.replace(limits, seconds=left), progress, required)
     if state.best is None or state.certified is None:
@@ -176,6 +198,8 @@ class WeightSearch:
     messages: Messages | None = None
     """Messages of `repeats` to start the next solve from, None without any."""
     repeats: Repeats | None = None
+    has_weights: bool = False
+    """True to solve with the weights of `weighing` first, since they come from another search."""
     certified: "Solved | None" = None
     """Solution of the weighting with the highest bound."""
     rounds: int = 0
@@ -205,8 +229,14 @@ class WeightSearch:
             self.unconstrained_bound_s = max(self.unconstrained_bound_s, bound_s)
             unlimited.add_bound(weights, bound_s)
             self.weighing.add_bound(weights, bound_s)
-            if bound_s >= enough_s or first.choices is None:
+            if bound_s >= enough_s:
                 return
+            if first.choices is None:
+                # Weights of another recipe may fit none of this program's blocks.
+                weights = compute_weights(self.model)
+                if weights in unlimited.tried:
+                    return
+                continue
             if before_s > 0 and self.weighing.bound_s + left * (self.weighing.bound_s - before_s) < enough_s:
                 return  # the bound rises too slowly
             unlimited.add_choice(evaluate(self.model, first.choices))
@@ -251,8 +281,9 @@ class WeightSearch:
         - `good_enough`: plan gap that counts as near.
         """
         start = processor_seconds()
+        rough = good_enough > GOOD_ENOUGH
         weighing = self.weighing
-        weights = weighing.following(0.0) or weighing.weights
+        weights = (None if self.has_weights else weighing.following(0.0)) or weighing.weights
         # The solver counts buffers in on-chip memory too.
         most = room = limits.memory_bytes + on_chip_room(self.model.mesh.topology, limits.memory_bytes)
         stalled = 0
@@ -269,6 +300,8 @@ class WeightSearch:
             # A program without ops takes no time. A picosecond more than the least integer outweighs rounding.
             enough = math.ceil(beat_s * 1e12) + 1 if 0 < beat_s < math.inf else math.inf
             terms = Terms(room, share, limits.seed, hint, allowed, self.messages, True, stop, enough)
+            if rough:
+                terms = dataclasses.replace(terms, rounds=ROUGH_ROUNDS, gap=SOLVED_TO * good_enough)
             solved = solve_within(self.model, weights, terms, self.repeats)
             if stop is not None and stop.is_set():
                 raise Stopped

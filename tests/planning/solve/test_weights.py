@@ -12,7 +12,14 @@ from autoshard.cost import HOST, IN_FLIGHT
 from autoshard.planning.price.evaluate import Outcome
 from autoshard.planning.solve import mesh_solve
 from autoshard.planning.solve.problem_builder import weight_of
-from autoshard.planning.solve.time_weights import DUAL, Weighing, carried_weights, even_weights, normalise
+from autoshard.planning.solve.time_weights import (
+    DUAL,
+    Weighing,
+    carried_weights,
+    compute_weights,
+    even_weights,
+    normalise,
+)
 from autoshard.planning.solve.weight_search import search
 from autoshard.planning.space.decision_model import EXPOSED, Channel
 from autoshard.planning.space.plan_options import Limits
@@ -125,6 +132,14 @@ def test_weights_from_another_mesh_serve_a_block_without_compute_of_its_own():
     assert carried_weights(model, {(0, "compute"): 0.8, (1, "compute"): 0.8}) == pytest.approx(  # type: ignore[arg-type]
         {(0, "x"): 1.0, (1, "compute"): 0.8, (1, "x"): (1.0 - 0.8**DUAL) ** (1 / DUAL)}
     )
+
+
+def test_weights_of_compute_hide_nearly_all_communication():
+    node = SimpleNamespace(time={(0, "x"): None, (1, "compute"): None, (1, "x"): None})
+    model = SimpleNamespace(nodes=[node], reshards=[], one_in_flight=False)
+    weights = compute_weights(model)  # type: ignore[arg-type]
+    assert weights[0, "x"] == pytest.approx(1.0) and weights[1, "compute"] == pytest.approx(1.0, abs=1e-3)
+    assert sum(weight**DUAL for (block, _), weight in weights.items() if block == 1) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(("limit", "share"), [(None, 1.0), (1 << 34, 0.5)])
