@@ -25,6 +25,7 @@ from autoshard.planning.recipes.recipe import (
 )
 from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.solve.problem_builder import least_seconds
+from autoshard.planning.space.derived_axes import find_axis_parts
 from autoshard.planning.space.plan_options import FULL, OFFLOADED, REMATS
 from autoshard.program import Program, Role
 
@@ -64,6 +65,8 @@ class Search(Protocol):
     """Rows of the recipes considered so far, in order."""
     full: dict[Recipe, tuple[Program, Plan]]
     """Programs and plans of the recipes whose layers recompute everything."""
+    composed: dict[Recipe, Plan]
+    """Plans of `full` from which a policy was composed."""
     layers: int | None
     """Number of layers of the program; None if unknown."""
     savable: tuple[str, ...]
@@ -104,7 +107,8 @@ def mix_remats(search: Search, remats: Sequence[str]) -> None:
 
     A binary search finds the fewest layers with the slower policy whose plan is a new best, to within `FINENESS`.
     Fewer recomputing layers are faster until short memory forces other splits of the tensors. If a mixture is slower
-    although its memory is not nearly full, recomputing is not what costs time, and no other mixture is planned.
+    although its memory is not nearly full, recomputing is not what costs time, and no other mixture is planned. Nor is
+    one whose other layers spare too little arithmetic (`WORTH_PLANNING`), or whose part of their memory does not fit.
     Nothing is done if the number of layers is unknown, or for a best policy that is not in `remats`.
 
     - `search`: must have a best recipe, and exactly one row for each faster policy in its place, else `ValueError`.
@@ -124,6 +128,9 @@ def mix_remats(search: Search, remats: Sequence[str]) -> None:
         too_few, enough = 0, layers
         while enough - too_few > max(1, layers // FINENESS):
             slow_layers = (too_few + enough) // 2
+            saved_s = ((row.bound_s or 0.0) - (fast_row.bound_s or 0.0)) * (layers - slow_layers) / layers
+            if saved_s < WORTH_PLANNING * (search.best[0].step_time_s or 0.0):
+                break
             if (fast_row.held_bytes or 0) * (layers - slow_layers) > room * layers:  # the other layers' part alone
                 too_few = slow_layers
                 continue
@@ -152,8 +159,9 @@ def compose_remat(search: Search, remats: Sequence[str]) -> bool:
     recipe offloads layer inputs since `full` does not fit, `full` is planned without a memory limit.
 
     The forecast policy is planned on that plan's mesh if it is faster than the best recipe by `WORTH_PLANNING`. A
-    plan that does not fit is retried for less memory, at most `RETRIES` plans in all. Return False without planning
-    it if there is no plan of full recomputation, or no value can be saved.
+    plan that does not fit is retried for less memory, at most `RETRIES` plans in all. One that nearly fills memory, and
+    is slower for that, is planned with axes cut in two. Return False without planning it if there is no plan of full
+    recomputation, if it was composed from that plan before, or if no value can be saved.
 
     - `search`: must have a best recipe.
     """
@@ -169,10 +177,12 @@ def compose_remat(search: Search, remats: Sequence[str]) -> bool:
     if base not in search.full:
         return False
     program, plan = search.full[base]
-    if not program.savable:
+    if not program.savable or search.composed.get(base) is plan:
         return False
+    search.composed[base] = plan
     reading = analyse_program(program, search.topology, search.running.kept)
     model, choices = reprice(plan, program, reading)
+    has_parts = find_axis_parts(reading.graph, reading.structure, reading.groups, model.mesh) is not None
     room = search.limit
     # Without GPUs no compiler confirms that values reach the host in time: they are offloaded where they must be.
     offloads = not search.topology.traits.described or "offload" in str(search.best[0].recipe.arguments.get("remat"))
@@ -181,8 +191,14 @@ def compose_remat(search: Search, remats: Sequence[str]) -> bool:
         beat_s = (1 - WORTH_PLANNING) * search.best[0].per_element_s
         if forecast is None or forecast.expected_s / elements_of(program) >= beat_s:
             return False
-        better = search.plan(base.but(remat=str(forecast.policy)), forecast, mesh=dict(plan.mesh), refine_axes=False)
-        if search.tried[-1].step_time_s is not None:
+        recipe, mesh = base.but(remat=str(forecast.policy)), dict(plan.mesh)
+        better = search.plan(recipe, forecast, mesh=mesh, refine_axes=False)
+        row = search.tried[-1]
+        if row.step_time_s is not None and not better and row.expected_s != row.step_time_s and has_parts:
+            # Memory is nearly full: parts of an axis may need less.
+            better = search.plan(recipe, forecast, mesh=mesh)
+            search.tried.pop(-1 if search.tried[-1].step_time_s is None else -2)
+        if row.step_time_s is not None:
             return better
         room = int(min(room, forecast.peak_bytes) * LESS_ROOM)
     return False

@@ -175,6 +175,7 @@ class RecipeSearch:
         """True for each planned recipe that splits the sequence of an attention."""
         self.full: dict[Recipe, tuple[Program, Plan]] = {}
         """Programs and plans of the recipes whose layers recompute everything."""
+        self.composed: dict[Recipe, Plan] = {}
         self.refused: InfeasibleError | None = None
         self.problem = None if running.save_problem is None else Path(running.save_problem)
         self.tables = PathTables(TABLES)

@@ -17,6 +17,10 @@ _ENTRIES = 40_000
 """Table entries of the first restricted solve; later solves grow while they finish early."""
 _TURN_S = 0.5
 """Seconds of one turn of local search, or of one ascent of the bound, without an iteration limit."""
+_TURNS = 4
+"""Turns of local search during one restricted solve, with an iteration limit; more of them seldom find better choices
+than the solve does.
+"""
 _PROVABLE = 150_000
 """Table entries up to which a restricted solve that can prove the optimum is tried without further pruning."""
 
@@ -243,13 +247,13 @@ class Engine:
         )
         if self.threads == 1:
             # With one thread climb first, then solve; the turns may use up the remaining time.
-            for _ in range(10):
+            for _ in range(10 if self.iterations is None else _TURNS):
                 if self._over():
                     return False
                 self._turn()
         worker.start(job)
         turns = 0
-        while not worker.done() if self.iterations is None else turns < 10:
+        while not worker.done() if self.iterations is None else turns < _TURNS:
             if self.iterations is None and self._over():
                 return False
             if self.threads == 1:
