@@ -67,6 +67,8 @@ class Search(Protocol):
     """Programs and plans of the recipes whose layers recompute everything."""
     composed: dict[Recipe, Plan]
     """Plans of `full` from which a policy was composed."""
+    computed_s: dict[Recipe, float]
+    """Least seconds of the arithmetic of each recipe that was bounded."""
     layers: int | None
     """Number of layers of the program; None if unknown."""
     savable: tuple[str, ...]
@@ -125,10 +127,11 @@ def mix_remats(search: Search, remats: Sequence[str]) -> None:
         (fast_row,) = (each for each in search.tried if each.recipe == row.recipe.but(remat=fast))
         if fast_row.outcome is not RecipeOutcome.UNFIT:
             continue
+        more_s = search.computed_s[row.recipe] - search.computed_s.get(fast_row.recipe, 0.0)
         too_few, enough = 0, layers
         while enough - too_few > max(1, layers // FINENESS):
             slow_layers = (too_few + enough) // 2
-            saved_s = ((row.bound_s or 0.0) - (fast_row.bound_s or 0.0)) * (layers - slow_layers) / layers
+            saved_s = more_s * (layers - slow_layers) / layers
             if saved_s < WORTH_PLANNING * (search.best[0].step_time_s or 0.0):
                 break
             if (fast_row.held_bytes or 0) * (layers - slow_layers) > room * layers:  # the other layers' part alone
@@ -160,8 +163,10 @@ def compose_remat(search: Search, remats: Sequence[str]) -> bool:
 
     The forecast policy is planned on that plan's mesh if it is faster than the best recipe by `WORTH_PLANNING`. A
     plan that does not fit is retried for less memory, at most `RETRIES` plans in all. One that nearly fills memory, and
-    is slower for that, is planned with axes cut in two. Return False without planning it if there is no plan of full
-    recomputation, if it was composed from that plan before, or if no value can be saved.
+    is slower for that, is planned with axes cut in two.
+
+    Return False without planning it if there is no plan of full recomputation, or no value can be saved. The same holds
+    for a plan from which a policy was composed before.
 
     - `search`: must have a best recipe.
     """

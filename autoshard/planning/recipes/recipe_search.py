@@ -176,6 +176,7 @@ class RecipeSearch:
         self.full: dict[Recipe, tuple[Program, Plan]] = {}
         """Programs and plans of the recipes whose layers recompute everything."""
         self.composed: dict[Recipe, Plan] = {}
+        self.computed_s: dict[Recipe, float] = {}
         self.refused: InfeasibleError | None = None
         self.problem = None if running.save_problem is None else Path(running.save_problem)
         self.tables = PathTables(TABLES)
@@ -420,7 +421,7 @@ class RecipeSearch:
         """
         reading = analyse_program(program, self.topology, self.running.kept)
         figures = priced_with(options, self.topology).calibration
-        bound = least_seconds(reading.graph, self.topology, figures)
+        bound = self.computed_s[recipe] = least_seconds(reading.graph, self.topology, figures)
         if program.stacks and recipe.arguments.get("stages") == 1:
             arithmetic = pipeline_recipes.arithmetic_of(reading.graph, bound, elements_of(program), max(program.stacks))
             self.arithmetic.setdefault(pipeline_recipes.without_pipeline(recipe), arithmetic)

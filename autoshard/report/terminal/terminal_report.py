@@ -144,7 +144,7 @@ def _step_words(plan: Plan, eager_s: float | None) -> str:
     predicted_s, step_s = prediction.step_time_s, prediction.step_time_s
     words = f"{format_seconds(predicted_s)} ({plan.time_error_words})"
     if eager_s:
-        words = f"{format_seconds(eager_s)} in eager torch, {format_seconds(predicted_s)} as XLA compiles it"
+        words = f"{format_seconds(eager_s)} in eager torch, {format_seconds(predicted_s)} with compiled ops"
     source = ""
     if compiled is not None and compiled.step_time_s and (factor := _missed(predicted_s, compiled.step_time_s)):
         estimated = f"{format_seconds(compiled.step_time_s)} +- {compiled.error or 0:.0%} as compiled"
