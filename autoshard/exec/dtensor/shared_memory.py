@@ -58,7 +58,12 @@ class SharedMemory:
             with torch.no_grad(), _python_dispatch._disable_current_modes():
                 positional, named = _pytree.tree_unflatten(shadows, spec)
                 expected = _pytree.tree_leaves(func(*positional, **named))
-        except Exception:  # results whose shapes depend on values, or a function without shapes: none is a view
+        except Exception:  # results whose shapes depend on values, or an operator without shapes
+            if _declares_views(func):
+                raise NotImplementedError(
+                    f"{func} returns views of its arguments, but has no function for shapes, so that writes to them "
+                    "could be lost: register one with torch.library.register_fake."
+                ) from None
             expected = []
         results, form = _pytree.tree_flatten(result)
         storages = {_storage(view.shadow): view for view in views.values()}
@@ -170,6 +175,17 @@ class SharedMemory:
         """Return the elementwise least of numbers over all processes."""
         values = values.to(self.mesh.device_type, torch.float64 if self.mesh.device_type == "cpu" else torch.float32)
         return DTensor.from_local(values, self.mesh, [Partial("min")] * self.mesh.ndim).full_tensor().cpu()
+
+
+def _declares_views(func: Any) -> bool:
+    """Return True if the schema of an operator says that a result shares the memory of an argument it leaves as it
+    is; False for other functions.
+    """
+    overloads = getattr(func, "overloads", None)
+    each = [func] if overloads is None else [getattr(func, name) for name in overloads()]
+    schemas = [op._schema for op in each if isinstance(op, torch._ops.OpOverload)]
+    aliases = [result.alias_info for schema in schemas for result in schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 @dataclasses.dataclass(eq=False)

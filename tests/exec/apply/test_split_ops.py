@@ -177,3 +177,22 @@ def test_a_wrong_value_of_an_argument_that_is_written_to_is_seen(mesh: DeviceMes
 )
 def test_values_are_alike_up_to_rounding(mesh: DeviceMesh, found: list, wanted: list, same: bool) -> None:
     assert _alike(placed(mesh, torch.tensor(found), WHOLE, WHOLE), torch.tensor(wanted), 1e-3) == same
+
+
+@pytest.mark.parametrize(("result", "refused"), [("Tensor(a)", True), ("Tensor", False)])
+def test_an_own_operator_without_shapes_is_refused_where_it_returns_views(
+    mesh: DeviceMesh, result: str, refused: bool
+) -> None:
+    name = f"views_{refused}"
+    library = torch.library.Library("autoshard_test", "FRAGMENT")
+    library.define(f"{name}(Tensor(a) x) -> {result}")
+    library.impl(name, lambda x: x[1:] if refused else x[1:].clone(), "CPU")
+    own = getattr(torch.ops.autoshard_test, name).default
+    x = placed(mesh, X, WHOLE, WHOLE)
+    with torch.no_grad(), SplitOps(mesh):
+        if refused:
+            with pytest.raises(NotImplementedError, match=r"views_True.default returns views.*register_fake"):
+                own(x)
+        else:
+            check(own(x), X[1:], WHOLE, WHOLE)
+    library._destroy()
