@@ -178,9 +178,7 @@ class SharedMemory:
 
 
 def _declares_views(func: Any) -> bool:
-    """Return True if the schema of an operator says that a result shares the memory of an argument it leaves as it
-    is; False for other functions.
-    """
+    """Return True if an operator's schema says that a result is a view of an argument; False for other functions."""
     overloads = getattr(func, "overloads", None)
     each = [func] if overloads is None else [getattr(func, name) for name in overloads()]
     schemas = [op._schema for op in each if isinstance(op, torch._ops.OpOverload)]
