@@ -9,7 +9,7 @@ import pytest
 import torch
 from hf_reference import close
 from torch import nn
-from torch_modules import Chain, meta, run_module
+from torch_modules import Chain, Layer, meta, run_module
 
 from autoshard.errors import UserError
 from autoshard.program import from_torch
@@ -53,6 +53,69 @@ class Apart(Chain):
     def forward(self, x, shift):
         outputs = [layer(x, shift) for layer in self.layers]
         return sum(outputs)
+
+
+class Weighing(Layer):
+    """A layer that returns its weights too, as layers of attention do."""
+
+    def forward(self, hidden, shift):
+        weights = torch.softmax(self.fc(hidden), -1)
+        return super().forward(hidden * weights, shift), weights
+
+
+class Weighed(Chain):
+    """A chain of such layers. `reads` selects the weights that are part of the result."""
+
+    def __init__(self, reads):
+        super().__init__()
+        self.layers = nn.ModuleList(Weighing(8) for _ in range(4))
+        self.reads = reads
+
+    def forward(self, x, shift):
+        seen = []
+        for layer in self.layers:
+            x, weights = layer(x, shift)
+            seen.append(weights)
+        return x + sum(weights.square() for weights in seen[self.reads])
+
+
+@pytest.mark.parametrize(
+    ("reads", "note"),
+    [
+        (slice(0), None),
+        (slice(None), "the hidden state between two layers is used elsewhere"),
+        (slice(3, 4), "the hidden state between two layers is used elsewhere"),
+        (slice(1), "the hidden state between two layers is used elsewhere"),
+    ],
+)
+def test_outputs_that_nothing_reads_do_not_prevent_a_scan(reads, note):
+    torch.manual_seed(0)
+    module = Weighed(reads).eval()
+    x, shift = torch.randn(3, 8), torch.randn(8)
+    program, result = run_module(module, x, shift)
+    close(result, module(x, shift).detach().numpy())
+    assert ("layers.*.fc.weight" in {a.name for a in program.arguments}) is (note is None)
+    assert program.notes == (() if note is None else (f"The layers of `layers` are not scanned: {note}.",))
+
+
+def test_outputs_without_values_are_no_results():
+    class Returning(Weighed):
+        def forward(self, x, shift):
+            kept = []
+            for layer in self.layers:
+                x, weights = layer(x, shift)
+                kept.append(weights)
+            return x, kept
+
+    torch.manual_seed(0)
+    module = Returning(slice(0)).eval()
+    x, shift = torch.randn(3, 8), torch.randn(8)
+    program, (hidden, kept) = run_module(module, x, shift)
+    expected, weights = module(x, shift)
+    close(hidden, expected.detach().numpy())
+    assert len(kept) == 4 and "layers.0.fc.weight" in {a.name for a in program.arguments}
+    for mine, theirs in zip(kept, weights, strict=True):
+        close(mine, theirs.detach().numpy())
 
 
 @pytest.mark.few(4)

@@ -153,13 +153,14 @@ class ServingCache:
         These are all of the cache, [B, T, D], or only the new ones if the cache was empty.
         """
         import jax
+        import jax.numpy as jnp
 
         new, before = self.env.t2j_iso(indexer_key_states), self._held(layer_idx, "indexer")
         if before is None:
             self._keep(layer_idx, "indexer", new)
             return indexer_key_states
         start = 0 if self.position is None else self.position
-        after = jax.lax.dynamic_update_slice(before, new.astype(before.dtype), (0, start, 0))
+        after = jax.lax.dynamic_update_slice(before, new.astype(before.dtype), [jnp.int32(i) for i in (0, start, 0)])
         self._keep(layer_idx, "indexer", after)
         return indexer_key_states if self.position is None else self.env.j2t_iso(after)
 
@@ -256,10 +257,12 @@ def _write(held: Any, new: Any, start: Any, index: Any) -> Any:
     Evidence: docs/compiler_behaviour.md, "Writes of one token into a key-value cache".
     """
     import jax
+    import jax.numpy as jnp
     from jax.experimental.layout import Layout, with_layout_constraint
 
     new, places = new.astype(held.dtype), (0, 0, start, 0)
     if index is not None:
         new, places = new[None], (index, *places)
     new = with_layout_constraint(new, Layout(major_to_minor=major_to_minor(held.shape)))
-    return jax.lax.dynamic_update_slice(held, new, places)
+    # Python numbers become 64 bits wide in programs with wide integers.
+    return jax.lax.dynamic_update_slice(held, new, [jnp.int32(place) for place in places])

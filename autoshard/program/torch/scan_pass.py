@@ -213,12 +213,14 @@ class BlockRun:
             self._check_alike()
             self.pending, self.ran = [], True
             return outputs.rebuild(self._run())
+        self.pending = [self._without_value(each) for each in outputs.shapes]
+        return outputs.rebuild(self.pending)
+
+    def _without_value(self, shape: Any) -> Any:
+        """Return a tensor that stands in for a value of this shape and dtype; functions of it raise errors."""
         from torchax import tensor
 
-        self.pending = [
-            tensor.Tensor(cast(Any, _Pending(tuple(each.shape), each.dtype)), self.env) for each in outputs.shapes
-        ]
-        return outputs.rebuild(self.pending)
+        return tensor.Tensor(cast(Any, _Pending(tuple(shape.shape), shape.dtype)), self.env)
 
     def _not_repeated(self, reason: str) -> NotRepeatedError:
         """Return the error that the layers of this block cannot be scanned for `reason`."""
@@ -229,8 +231,11 @@ class BlockRun:
 
         The dict is empty for the first layer of a pass.
 
+        Outputs that no layer receives, such as weights of attention, have no values. A module that reads one is not
+        scanned.
+
         Raises `NotRepeatedError` if the module changes or reads the hidden state between two layers. It is raised too
-        if the module passes an older hidden state, or not every computed output.
+        if the module passes an older hidden state.
         """
         known = {id(each._elem): number for number, each in enumerate(self.pending)}
         links = {i: known[id(_element(leaf))] for i, leaf in enumerate(leaves) if id(_element(leaf)) in known}
@@ -238,8 +243,6 @@ class BlockRun:
             raise self._not_repeated("the layers are not called one after the other")
         if any(isinstance(_element(leaf), _Pending) for i, leaf in enumerate(leaves) if i not in links):
             raise self._not_repeated("the hidden state between two layers is used elsewhere")
-        if self.pending and set(links.values()) != set(range(len(self.pending))):
-            raise self._not_repeated("a layer returns more than its hidden state")
         return links
 
     def _check_state(self) -> None:
@@ -443,8 +446,8 @@ class BlockRun:
     def _run(self) -> list[Any]:
         """Compute all layers, as a scan or as pipeline stages; return the last layer's computed tensors, in order.
 
-        FLOPs of all layers are counted. First dims are stored in `weights.firsts`. A tensor of the caller that layer 0
-        writes to is marked as lost.
+        An output that no layer receives has no value. FLOPs of all layers are counted. First dims are stored in
+        `weights.firsts`. A tensor of the caller that layer 0 writes to is marked as lost.
         """
 
         counted = [0.0, 0.0]
@@ -496,11 +499,13 @@ class BlockRun:
         for offset, i in self.written:
             if offset == 0:  # the written value exists only inside the scan
                 views.lose(self.calls[0].leaves[i])
-        places = {entry[i]: k for k, i in enumerate(order)}
-        results = self.env.j2t_iso([final[places[number]] for number in range(len(places))])
+        results = self.env.j2t_iso(list(final))
         if constant:
             mark_constant(results)
-        return results
+        last = [self._without_value(each) for each in self.outputs[-1].shapes]
+        for i, value in zip(order, results, strict=True):
+            last[entry[i]] = value
+        return last
 
     def _is_constant(self) -> bool:
         """Return True if the layers' results need no gradient: there are no parameters, and all inputs are constant."""
