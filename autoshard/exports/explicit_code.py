@@ -12,13 +12,14 @@ from autoshard.exports.export_text import (
     donating,
     head,
     order_text,
+    other_code,
     partition,
     table,
     unpinned,
 )
 from autoshard.exports.form_writers import writes
 from autoshard.planning import Plan, Spec
-from autoshard.program import SUFFIXES, Program
+from autoshard.program import Program
 
 
 _EXPLICIT = '''
@@ -121,16 +122,8 @@ def check_explicit(plan: Plan, program: Program | None) -> None:
 
     Rejected are torch modules, models made from their configuration (`hf:`), and files of a compiler.
     """
-    name = plan.source.program if plan.source is not None else ""
-    if program is not None and program.source is not None:
-        name = str(program.source.get("program", ""))
-    if plan.uses or (program is not None and program.weights):
-        what = "a torch module"
-    elif name.startswith("hf:"):
-        what = "a model that is made from its configuration"
-    elif name.endswith(SUFFIXES):
-        what = "a file of a compiler"
-    else:
+    what = other_code(plan, program)
+    if not what:
         return
     raise UserError(
         f"explicit sharding mode is written in JAX code, and the plan of {plan.program_name} is of {what}: export it "

@@ -3,8 +3,23 @@
 from collections.abc import Mapping
 
 from autoshard.planning import FORMS, Plan, Rest, Spec, mesh_words
-from autoshard.program import Lifted
+from autoshard.program import SUFFIXES, Lifted, Program
 from autoshard.report.display import clean
+
+
+def other_code(plan: Plan, program: Program | None) -> str:
+    """Return in words what a plan is of if it is not of JAX code, as far as the plan, and the program if given, show.
+
+    The words are for torch modules, models made from their configuration, and files of a compiler; else empty.
+    """
+    name = plan.source.program if plan.source is not None else ""
+    if program is not None and program.source is not None:
+        name = str(program.source.get("program", ""))
+    if plan.uses or (program is not None and program.weights):
+        return "a torch module"
+    if name.startswith("hf:"):
+        return "a model that is made from its configuration"
+    return "a file of a compiler" if name.endswith(SUFFIXES) else ""
 
 
 MAKE_MESH = '''def make_mesh(devices=None):

@@ -9,7 +9,7 @@ import math
 
 from autoshard.base.units import format_bytes, format_seconds
 from autoshard.errors import FormError, UserError
-from autoshard.exports.export_text import partition
+from autoshard.exports.export_text import other_code, partition
 from autoshard.exports.form_writers import writer_of
 from autoshard.planning import (
     Form,
@@ -116,6 +116,10 @@ def make_export(plan: Plan, form: str, program: Program | None = None, *, force:
         sentence += " The figures are of a step compiled by XLA"
         configured = plan.source is not None and plan.source.is_configuration
         sentence += "; `autoshard degrees` has those of eager torch." if configured else ", not by eager torch."
+    if known.of_torch and program is not None and not other_code(plan, program):
+        sentence += (
+            " The plan is of JAX code: the names below are those of its arguments, and no torch module has them."
+        )
     sentence += f" {examples}" if examples else ""
     if plan.flags:
         sentence += f' The step is to run with LIBTPU_INIT_ARGS="{" ".join(plan.flags)}".'

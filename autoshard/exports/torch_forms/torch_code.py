@@ -103,7 +103,8 @@ def make_mesh(device_type):
 
 
 def distribute(model, mesh):
-    """Replace every parameter of a model by a DTensor that is split as planned, and every buffer by a whole one."""
+    """Replace every parameter of a model by a DTensor that is split as planned, and every buffer by a whole one.
+    The model is returned."""
     names = {{id(parameter): name for name, parameter in model.named_parameters()}}
     made = {{}}
     for module in model.modules():
@@ -121,6 +122,7 @@ def distribute(model, mesh):
             module.register_buffer(key, whole, key not in module._non_persistent_buffers_set)
     place_gradients(model)
     split_calls(model, mesh)
+    return model
 
 
 def distribute_inputs(mesh, **inputs):

@@ -90,6 +90,11 @@ class Form:
         """True if the form's framework runs the step op by op."""
         return self.rest in (Rest.DTENSOR, Rest.STAGES)
 
+    @property
+    def of_torch(self) -> bool:
+        """True if the form's code is for a torch module."""
+        return self.eager or self.name == "torch-xla"
+
 
 FORMS = {
     form.name: form

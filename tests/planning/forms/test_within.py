@@ -492,3 +492,13 @@ def test_no_axis_of_a_form_that_gathers_repeats_all_work():
     plan = autoshard.plan(program, topology="cpu:4", mesh={"data": 2, "model": 2}, form="fsdp2")
     assert not any("nothing over" in line for line in plan.words)
     assert "MESH = {" in export_plan(plan, "fsdp2", program)
+
+
+@pytest.mark.parametrize("form", ["torch-xla", "dtensor"])
+def test_code_for_torch_says_that_a_plan_is_of_jax_code(form: str):
+    program = mlp()
+    plan = autoshard.plan(program, topology="cpu:2", mesh={"data": 2})
+    assert "The plan is of JAX code" in " ".join(export_plan(plan, form, program, force=True).replace("# ", "").split())
+    module = from_torch(Patches(), (torch.randn(8, 3, 16, 16),), train=True)
+    plan = autoshard.plan(module, topology="cpu:2", mesh={"data": 2})
+    assert "JAX code" not in export_plan(plan, form, module, force=True)
