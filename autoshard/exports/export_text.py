@@ -8,9 +8,9 @@ from autoshard.report.display import clean
 
 
 def other_code(plan: Plan, program: Program | None) -> str:
-    """Return in words what a plan is of if it is not of JAX code, as far as the plan, and the program if given, show.
+    """Return in words the kind of code of a plan that is not of JAX code, as far as plan and program show.
 
-    The words are for torch modules, models made from their configuration, and files of a compiler; else empty.
+    The kinds are torch modules, models made from their configuration, and files of a compiler; empty for JAX code.
     """
     name = plan.source.program if plan.source is not None else ""
     if program is not None and program.source is not None:
