@@ -253,12 +253,12 @@ def run_export(arguments: argparse.Namespace, answer: TextIO) -> int:
     from autoshard.planning import form_named, load_plan, reopen
     from autoshard.report import write_text
 
-    plan = load_plan(arguments.plan)
+    plan, form = load_plan(arguments.plan), form_named(arguments.to)
     with show_progress(arguments) as progress:
         source = program_source(arguments, plan, progress)
         progress(f"Exporting {arguments.plan}")
         stand_in_devices(source, plan.topology)
-        if not form_named(arguments.to).text:
+        if not form.text:
             return _export_bytes(arguments, plan, answer)
         program = reopen(plan, arguments.program, arguments.entry) if arguments.program else None
         exported = make_export(plan, arguments.to, program, force=arguments.force)

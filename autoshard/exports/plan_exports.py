@@ -85,6 +85,7 @@ def make_export(plan: Plan, form: str, program: Program | None = None, *, force:
     if not force:
         _refuse_other_code(plan, known)
     program, problem = _opened(plan, known, program)
+    _check_program(plan, program)
     check_names(known, plan.program_name, program, problem)
     if program is not None and known.rest in (Rest.XLA, Rest.DTENSOR) and plan.origin.form != known.name:
         plan = with_split_batch(plan, program, known.gathers)
@@ -125,6 +126,22 @@ def make_export(plan: Plan, form: str, program: Program | None = None, *, force:
         sentence += f' The step is to run with LIBTPU_INIT_ARGS="{" ".join(plan.flags)}".'
     inputs = (plan, sentence, program) if known.reads_program else (plan, sentence)
     return Export(form, writer.write(*inputs), prediction, sentence)
+
+
+def _check_program(plan: Plan, program: Program | None) -> None:
+    """Raise UserError if a program has other arguments than the plan, by name or shape; None passes."""
+    if program is None:
+        return
+    theirs = {each.name: tuple(each.shape) for each in program.arguments}
+    mine = {name: tuple(plan.shapes[name]) for name in plan.arguments}
+    if theirs == mine:
+        return
+    name = next((name for name in (*mine, *theirs) if mine.get(name) != theirs.get(name)), "")
+    shapes = [f"of shape {list(each[name])} in" if name in each else "not in" for each in (mine, theirs)]
+    raise UserError(
+        f"the program is not the one of the plan ({plan.program_name}): argument `{name}` is {shapes[0]} the plan and "
+        f"{shapes[1]} the program; plan it again."
+    )
 
 
 def _refuse_other_code(plan: Plan, form: Form) -> None:

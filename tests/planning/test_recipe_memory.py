@@ -26,6 +26,7 @@ from autoshard.planning.recipes.recipe import (
     needs_no_less,
     slack_row,
     unfit_row,
+    verdict_of,
 )
 from autoshard.planning.recipes.recipe_order import in_order
 from autoshard.planning.solve.problem_builder import floors
@@ -261,3 +262,13 @@ def test_microbatches_hold_at_least_their_part_of_the_memory(remat: str, tmp_pat
     assert least[0] > least[1] > 0
     for parts, held in zip((2, 4), least[1:], strict=True):
         assert (held + on_chip_room(topology, held)) * parts >= least[0], "one part is no smaller than its share"
+
+
+def test_a_faster_recipe_that_may_lack_memory_is_called_so() -> None:
+    def row(remat: str, step_s: float, expected_s: float) -> RecipeTried:
+        times = {"step_time_s": step_s, "expected_s": expected_s, "elements": 4}
+        return RecipeTried(Recipe((("remat", remat),)), RecipeOutcome.PLANNED, **times)
+
+    best = row("full", 1.0, 1.0)
+    assert verdict_of(row("dots", 0.9, 1.1), best) == "10.0% faster, 10.0% slower if memory is short"
+    assert verdict_of(row("dots", 1.02, 1.1), best) == "2.0% slower, 10.0% if memory is short"

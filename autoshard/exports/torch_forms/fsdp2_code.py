@@ -86,6 +86,9 @@ def local_inputs(mesh, **inputs):
             return {{key: part(f"{{name}}.{{key}}", each) for key, each in value.items()}}
         dim = INPUTS[name]
         if dim is not None:
+            if value.shape[dim] % parts:
+                # A process with fewer rows would weigh as much as the others in the mean of gradients.
+                raise ValueError(f"`{{name}}` has {{value.shape[dim]}} rows, which {{parts}} processes do not divide")
             value = value.chunk(parts, dim)[own].contiguous()
         return DTensor.from_local(value, mesh["tensor"], [Replicate()]) if "tensor" in MESH else value
 

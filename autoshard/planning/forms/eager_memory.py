@@ -82,7 +82,8 @@ def eager_peak(plan: Plan, prediction: Prediction) -> int | None:
     splitting = {axis for name in plan.arguments if plan.is_weight(name) for axis in plan.arguments[name].axes}
     sharing = math.prod(plan.mesh[axis] for axis in set(plan.batch_axes) & splitting or plan.batch_axes)
     at_end = stored + max(2 * trained + trained // sharing, (root + 3 * table) * tied)
-    return kept + max(at_loss, in_layers, at_end, 2 * stored)
+    # Eager torch fuses less than XLA, so that no op there needs less.
+    return max(kept + max(at_loss, in_layers, at_end, 2 * stored), prediction.peak_bytes)
 
 
 def needed_by_eager_torch(plan: Plan, limit: int) -> str:

@@ -203,6 +203,8 @@ def verdict_of(row: RecipeTried, best: RecipeTried) -> str:
     assert best.step_time_s is not None
     foreseen = row.step_time_s / (row.elements or 1) / (best.step_time_s / (best.elements or 1)) - 1
     if excess - foreseen > RISKY:
+        if foreseen < -5e-4:
+            return f"{-foreseen:.1%} faster{each}, {excess:.1%} slower if memory is short"
         return f"{max(foreseen, 0.0):.1%} slower{each}, {excess:.1%} if memory is short"
     return f"{excess:.1%} slower{each}"
 

@@ -135,7 +135,9 @@ def _kernel_remedy(model: Model, memory_limit: int) -> list[str]:
         return []
     graph, lines = model.graph, defaultdict[str, list[Tensor]](list)
     for op in graph.ops:
-        if op.kind == "exponential" and (scores := _scores_of(graph, op)) is not None:
+        if op.kind != "exponential" or not _is_summed(graph, op):
+            continue
+        if (scores := _scores_of(graph, op)) is not None:
             lines[graph.ops[scores.producer].line].append(scores)
     if not lines:
         return []
@@ -147,6 +149,13 @@ def _kernel_remedy(model: Model, memory_limit: int) -> list[str]:
     return [
         f"a fused kernel ({kernel}) for {where}, whose scores need at least {format_bytes(int(size))} of each device"
     ]
+
+
+def _is_summed(graph: OpGraph, exponential: Op) -> bool:
+    """Return True if the result of an exponential, or its conversion, is reduced, as a softmax does."""
+    users = graph.users[exponential.results[0]]
+    converted = (each for user in users if user.kind == "convert" for each in graph.users[user.results[0]])
+    return any(user.kind == "reduce" for user in (*users, *converted))
 
 
 def _scores_of(graph: OpGraph, exponential: Op) -> Tensor | None:

@@ -123,7 +123,12 @@ def _legend(rows: Sequence[SweepRow], choice: SweepChoice, prices: Mapping[str, 
     lines = [f"* {best}; f: none is both faster and {other}; s: the fewest chips that fit; left: GiB of a device"]
     if prices and not priced:
         missing = sorted({row.chip for row in rows if not row.failed} - set(prices))
-        lines.append(f"No price is given of {', '.join(missing)}, so that the fastest is marked, not the cheapest.")
+        why = (
+            f"No price is given of {', '.join(missing)}"
+            if missing
+            else "The step counts no tokens to divide a price by"
+        )
+        lines.append(f"{why}, so that the fastest is marked, not the cheapest.")
     return [Text(line, style="dim") for line in lines]
 
 

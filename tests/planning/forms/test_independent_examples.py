@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -422,6 +423,15 @@ def test_inputs_without_examples_are_whole_in_every_process(shared: tuple[int, .
     code: dict[str, object] = {}
     exec(export_plan(plan, "fsdp2", program, force=True), code)
     assert code["INPUTS"] == {"a": None, "x": 0, "targets": 0}
+    mesh = {axis: SimpleNamespace(get_local_rank=lambda size=size: size - 1) for axis, size in code["MESH"].items()}  # type: ignore[attr-defined]
+    assert code["local_inputs"](mesh, x=torch.ones(8, 2))["x"].shape == (2, 2)  # type: ignore[operator]
+    with pytest.raises(ValueError, match="`x` has 10 rows, which 4 processes do not divide"):
+        code["local_inputs"](mesh, x=torch.ones(10, 2))  # type: ignore[operator]
+    other = from_torch(Placed(), (x[:4], torch.randn(*shared)), train=True, loss=loss, targets=x[:4])
+    with pytest.raises(
+        UserError, match=r"`batch\.\w+` is of shape \[8, .* in the plan and of shape \[4, .* in the program"
+    ):
+        export_plan(plan, "fsdp2", other, force=True)
 
 
 def test_inputs_are_split_alike_where_pins_leave_no_gathered_parameters(tmp_path: Path) -> None:
