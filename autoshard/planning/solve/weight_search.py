@@ -130,7 +130,8 @@ def search(
     - `crew`: helper processes; default: none.
     """
     required = required or Required({}, {})
-    known, first_weights = (None, None) if start_from is None else (start_from.choices, start_from.weights)
+    start_from = start_from or Start()
+    known, first_weights = start_from.choices, start_from.weights
     crew = crew or WorkerCrew()
     start = crew.processor_seconds()
     weights: Weights = normalise(even_weights(model))
