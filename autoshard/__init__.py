@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from autoshard.program import open_source
     from autoshard.program import register_rule as register_rule
     from autoshard.program import sample_tokens as sample_tokens
+    from autoshard.program import segment as segment
     from autoshard.program import stack as stack
     from autoshard.program import trace as trace
 
@@ -74,6 +75,7 @@ _HOMES = {
     "sweep": ("autoshard.planning", "sweep"),
     "register_rule": ("autoshard.program", "register_rule"),
     "sample_tokens": ("autoshard.program", "sample_tokens"),
+    "segment": ("autoshard.program", "segment"),
     "stack": ("autoshard.program", "stack"),
     "torch_remat_policy": ("autoshard.planning", "torch_remat_policy"),
     "trace": ("autoshard.program", "trace"),

@@ -29,7 +29,15 @@ RIM = ("serving", "degrees", "reinforcement", "validation")
 
 SHELVES = {
     "program": (
-        ("program_record", "argument_names", "batch_dims", "caller_frames", "model_flops", "registered_rules"),
+        (
+            "program_record",
+            "argument_names",
+            "batch_dims",
+            "caller_frames",
+            "model_flops",
+            "registered_rules",
+            "segments",
+        ),
         ("remat_marks", "remat_policy"),
         ("platforms", "example_values", "roles", "source_choices", "kernels"),
         ("opaque_functions", "torch_ops"),

@@ -105,8 +105,8 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
         type=chosen(schedule),
         metavar="S",
         help="schedule of a pipeline: gpipe (the default), circular:2 (two chunks of layers a stage) or circular (a "
-        "chunk for each layer); for torch modules, with a program for each stage: 1f1b, or interleaved:2 (two chunks)"
-        + best,
+        "chunk for each layer); with a program for each stage, of torch modules or marked JAX steps: 1f1b, or "
+        "interleaved:2 (two chunks)" + best,
     )
     group.add_argument(
         "--host",

@@ -135,14 +135,16 @@ def _check_form(plan: "Plan", program: "Program") -> None:
 def _next_command(arguments: argparse.Namespace, plan: "Plan", written: Sequence[Path]) -> str:
     """Return the command that a user is most likely to need after a plan, ready to paste.
 
-    It is an export for a plan by stages or for a form, `measure` on a CPU, the page of a compiled plan, else
-    `compile`. If nothing was written, it is the hint to write the plan.
+    It is an export for a plan for a form, a call for JAX in stages, or `measure` on a CPU. For a compiled plan it is
+    the page, else `compile`. If nothing was written, it is the hint to write the plan.
     """
     from autoshard.cost import Topology
 
     if not written:
         return "add --out plan.json to compile, run or export the plan"
-    if plan.by_stage or plan.origin.form:
+    if plan.by_stage and not plan.origin.form:
+        return f'autoshard.load("{written[0]}").jit(step) in your training script'
+    if plan.origin.form:
         return f"autoshard export {written[0]} --to {plan.origin.form}"
     if Topology.parse(plan.topology).traits.judge == "measure":
         return f"autoshard measure {arguments.program} --plan {written[0]} --check"

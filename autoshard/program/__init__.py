@@ -79,6 +79,12 @@ from autoshard.program.remat_marks import chosen_name as chosen_name
 from autoshard.program.remat_marks import short_names as short_names
 from autoshard.program.remat_policy import Policy as Policy
 from autoshard.program.remat_policy import jax_policy as jax_policy
+from autoshard.program.segments import NotDividedError as NotDividedError
+from autoshard.program.segments import Part as Part
+from autoshard.program.segments import Segments as Segments
+from autoshard.program.segments import in_segments as in_segments
+from autoshard.program.segments import segment as segment
+from autoshard.program.segments import segment_of as segment_of
 from autoshard.program.source_choices import EXCHANGES as EXCHANGES
 from autoshard.program.source_choices import Choices as Choices
 from autoshard.program.source_choices import choices as choices
@@ -92,10 +98,6 @@ from autoshard.program.torch.low_rank import parse_lora as parse_lora
 from autoshard.program.torch.torch_function import host_array as host_array
 from autoshard.program.torch.torch_module import from_torch as from_torch
 from autoshard.program.torch.torch_remat import torch_contexts as torch_contexts
-from autoshard.program.torch_ops.module_segments import NotDividedError as NotDividedError
-from autoshard.program.torch_ops.module_segments import Segments as Segments
-from autoshard.program.torch_ops.module_segments import in_segments as in_segments
-from autoshard.program.torch_ops.module_segments import segment_of as segment_of
 from autoshard.program.torch_ops.torch_imports import import_lean as import_lean
 from autoshard.program.trace_cache import store_program as store_program
 from autoshard.program.trace_cache import stored_program as stored_program

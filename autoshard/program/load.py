@@ -20,7 +20,7 @@ from autoshard.program.artifact import SUFFIXES, load_artifact
 from autoshard.program.config_files import read_config
 from autoshard.program.jax.host_state import on_host
 from autoshard.program.jax.layer_stack import in_stages, pipelined, read_pipeline
-from autoshard.program.jax.trace import trace
+from autoshard.program.jax.trace import in_one_microbatch, trace
 from autoshard.program.lowering import check_backend
 from autoshard.program.program_record import Program
 from autoshard.program.roles import Roles
@@ -265,7 +265,7 @@ def load_program(
                 f"{_flags(own)} only {_apply(own)} to `hf:CONFIG` and to torch modules; `{entry}` in `{file}` says "
                 "itself what it runs."
             )
-        program = _as_program(offered, file, entry, roles)
+        program = in_one_microbatch(_as_program(offered, file, entry, roles))
         if pipeline is not None and not stacks:
             raise UserError(
                 f"`{entry}` in `{file}` has no layers that could be {pipeline.stages} stages: write the loop over them "

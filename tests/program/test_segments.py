@@ -9,7 +9,7 @@ from torch import nn
 from autoshard import UserError
 from autoshard.planning.price.analysed_program import analyse_program
 from autoshard.program import NotDividedError, from_torch, in_segments, segment_of
-from autoshard.program.torch_ops.module_segments import asked_segments
+from autoshard.program.segments import asked_segments
 from tests.program.torch_modules import Chain, meta
 
 

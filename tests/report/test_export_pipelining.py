@@ -97,7 +97,7 @@ def test_other_plans_and_other_forms_are_refused(plan: Plan) -> None:
     with pytest.raises(UserError, match="llama3-8b is one program for all stages: plan a torch module"):
         export_plan(dataclasses.replace(plan, pipeline=ticks), "torch-pipelining")
     apart = dataclasses.replace(ticks, together=False)
-    with pytest.raises(UserError, match="is a program for each stage, and no single step: export it with"):
+    with pytest.raises(UserError, match="is a program for each stage, and no single step: run"):
         export_plan(dataclasses.replace(plan, pipeline=apart), "jax")
 
 

@@ -13,6 +13,7 @@ from autoshard.errors import UserError
 from autoshard.exec.apply.calls_on_shards import explicit_mesh, in_type, on_mesh
 from autoshard.exec.apply.plan_agreement import in_recipe
 from autoshard.exec.apply.planned_lowering import PlacedPlan, lower_planned
+from autoshard.exec.apply.staged_steps import StagedStep
 from autoshard.exec.devices.local_devices import check_granted, named_sharding, place
 from autoshard.exec.dtensor.torch_application import TorchPlan
 from autoshard.program import Functional, PositionalCall, Program, arrays_of, by_position, functional, positions_of
@@ -188,6 +189,8 @@ class PlannedFunction:
 
         call = by_position(self.fn, args, named)
         compiled, arrays = self._compile(call)
+        if isinstance(compiled.step, StagedStep):
+            return compiled.function.finish(call.args, compiled.step(jax.tree.leaves(arrays)))
         if self.application.mesh.is_multi_process:
             out = compiled.step(*jax.tree.map(place, arrays, compiled.shardings))
         else:
@@ -222,13 +225,30 @@ class PlannedFunction:
         abstract = [_abstract(leaf) for leaf in leaves]
         key = (extracted.key, call.key, tree, tuple((leaf.shape, leaf.dtype, leaf.weak_type) for leaf in abstract))
         if key not in self._compiled:
-            function = functional(in_recipe(self.application.plan, call.fn), call.args)
-            lowered = self.application.lower(function.fn, tree.unflatten(abstract), self._donated(call))
-            shardings = tree.unflatten(list(self.application.in_shardings()))
-            compiled = compile_lowered(lowered)
-            check_granted(self.application.plan, compiled, self.application.mesh.devices.flat)
-            self._compiled[key] = _Compiled(compiled, shardings, function)
+            make = self._staged if self.application.plan.by_stage else self._planned
+            self._compiled[key] = make(call, tree.unflatten(abstract))
         return self._compiled[key], extracted.args
+
+    def _planned(self, call: PositionalCall, abstract: tuple[Any, ...]) -> "_Compiled":
+        """Return the step compiled as one program."""
+        import jax
+
+        function = functional(in_recipe(self.application.plan, call.fn), call.args)
+        lowered = self.application.lower(function.fn, abstract, self._donated(call))
+        shardings = jax.tree.unflatten(jax.tree.structure(abstract), self.application.in_shardings())
+        compiled = compile_lowered(lowered)
+        check_granted(self.application.plan, compiled, self.application.mesh.devices.flat)
+        return _Compiled(compiled, shardings, function)
+
+    def _staged(self, call: PositionalCall, abstract: tuple[Any, ...]) -> "_Compiled":
+        """Return the step split into a program for each stage."""
+        import jax
+
+        function = functional(call.fn, call.args)
+        positions = self.application._donated(function.fn, abstract, self._donated(call))
+        donated = [number in positions for number, each in enumerate(abstract) for _ in jax.tree.leaves(each)]
+        step = StagedStep(self.application, function.fn, abstract, donated)
+        return _Compiled(step, jax.tree.unflatten(jax.tree.structure(abstract), step.shardings()), function)
 
 
 def compile_lowered(lowered: Any) -> Any:
@@ -268,7 +288,7 @@ class _Compiled:
     """Compiled step, the shardings of its arguments, and the function over arrays that it computes."""
 
     step: Any
-    """Compiled step, a `jax.stages.Compiled`."""
+    """Compiled step, a `jax.stages.Compiled` or a `StagedStep`."""
     shardings: tuple[Any, ...]
     """Pytrees of `NamedSharding` like the arrays of the arguments."""
     function: Functional

@@ -138,6 +138,8 @@ class Plan:
         training step. Raises `UserError` when called with another program than the planned one, and names the argument
         that differs.
         """
+        if self.by_stage and not self.origin.form:
+            return provider("run")(self).jit(fn, donate_argnums)
         return self._runner().jit(fn, donate_argnums)
 
     def lower(
@@ -358,9 +360,10 @@ class Plan:
     def check_one_step(self) -> None:
         """Raise `UserError` for a plan that is no single step, so cannot be run, compiled or priced again as one."""
         if self.by_stage:
+            export = f"export it with `autoshard export --to {FORM_BY_STAGE}`"
             raise UserError(
-                f"the plan of {self.program_name} is a program for each stage, and no single step: export it with "
-                f"`autoshard export --to {FORM_BY_STAGE}`."
+                f"the plan of {self.program_name} is a program for each stage, and no single step: "
+                f"{export if self.origin.form else 'run `plan.jit(step)`'}."
             )
 
     def _runner(self) -> Runner:

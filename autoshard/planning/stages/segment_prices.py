@@ -6,7 +6,6 @@ segment of their own, such as casts of parameters and the optimizer, get the seg
 """
 
 import dataclasses
-import enum
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -20,18 +19,7 @@ from autoshard.planning.price.evaluate import tensor_spec
 from autoshard.planning.price.step_ledger import Ledger
 from autoshard.planning.space.decision_model import Model, Node, Reshard
 from autoshard.planning.stages.stage_cut import SegmentCosts
-from autoshard.program import WEIGHTS, Role, segment_of
-
-
-class Part(enum.IntEnum):
-    """A part of a step."""
-
-    FORWARD = 0
-    """Forward pass of a microbatch."""
-    BACKWARD = 1
-    """Backward pass of a microbatch, with recomputation."""
-    UPDATE = 2
-    """Work done once a step for any number of microbatches: sums of gradients over devices, and the optimizer."""
+from autoshard.program import WEIGHTS, Part, Role, segment_of
 
 
 Place = tuple[Part, int]
@@ -52,13 +40,16 @@ class SegmentPrices:
     """Parts of the fixed bytes by kind, each [K]: parameters, gradients, optimizer_state and batch."""
 
 
-def segment_prices(ledger: Ledger, may_cut: Sequence[bool], axis: str, microbatches: int) -> SegmentPrices:
+def segment_prices(
+    ledger: Ledger, may_cut: Sequence[bool], axis: str, microbatches: int, anywhere: bool = False
+) -> SegmentPrices:
     """Price the segments of a step of one microbatch.
 
     - `ledger`: work of the step under its plan. No tensor may be split over `axis`.
     - `may_cut`: True for each segment that may begin a stage, K in all.
     - `axis`: mesh axis along which the stages are laid out.
     - `microbatches`: number of microbatches whose batch arguments a device stores.
+    - `anywhere`: True if the runtime hands any value to any stage, as that of JAX steps does.
 
     A parameter used by several segments, and a value that stages cannot hand on, forces these segments into one stage.
     Seconds of hand-overs are 0 if `axis` has one device.
@@ -80,7 +71,7 @@ def segment_prices(ledger: Ledger, may_cut: Sequence[bool], axis: str, microbatc
         else np.zeros(count - 1)
     )
     cuttable = np.array(may_cut, dtype=bool)
-    uses = _uses(model, places)
+    uses = [] if anywhere else _uses(model, places)
     for first, last in (*tied, *((use[0], use[-1]) for use, goes in uses if not goes)):
         cuttable[first + 1 : last + 1] = False
     costs = SegmentCosts(
@@ -112,6 +103,8 @@ class _SegmentPlaces:
         self.lifted: set[int] = set()
         self.of: list[Place | None] = [self._named(op) if trains else self._forward(op) for op in graph.ops]
         self.maker: dict[int, Place] = {}
+        self.arguments = set(graph.arguments)
+        self.homes = self._homes()
         self.users = [[op.id for op in users] for users in graph.users]
         self._loops()
         self._downwards()
@@ -137,6 +130,15 @@ class _SegmentPlaces:
         segment = segment_of(op.name)
         return None if segment is None else (Part.FORWARD, min(segment, self.last))
 
+    def _homes(self) -> dict[int, Place]:
+        """Return the first place in a named segment that uses each argument, by tensor."""
+        homes: dict[int, Place] = {}
+        for op in self.graph.ops:
+            if (place := self.of[op.id]) is not None:
+                for tensor in self.arguments.intersection(op.operands):
+                    homes[tensor] = min(place, homes.get(tensor, place))
+        return homes
+
     def _loops(self) -> None:
         """Assign the results of each loop to the place of most of its placed ops, on a tie to the earliest segment."""
         for loop in self.graph.loops:
@@ -157,12 +159,15 @@ class _SegmentPlaces:
         for op in self.graph.ops:
             place = self.of[op.id]
             if place is None and op.op_class is not OpClass.FREE:
-                operands = sorted((self.graph.tensors[t].bytes, self.maker[t]) for t in op.operands if t in self.maker)
+                # A term of the loss that penalises a parameter belongs where the parameter is used.
+                known = self.homes | self.maker if "jvp(" in op.name else self.maker
+                operands = sorted((self.graph.tensors[t].bytes, known[t]) for t in op.operands if t in known)
                 gradients = [each for each in operands if each[1][0] is not Part.FORWARD]
                 if operands and "jvp(" in op.name:  # a loss outside the module, or a gradient of a cast
                     is_backward = "transpose(" in op.name
                     place = (Part.BACKWARD if is_backward else Part.FORWARD), operands[-1][1][1]
                     self.of[op.id] = place
+                    self.homes |= {t: place for t in op.operands if t in self.arguments and t not in self.homes}
                 elif gradients or final:
                     # The largest operand names the segment, since a norm over all gradients is an operand in every
                     # segment.

@@ -63,11 +63,8 @@ def stages_notes(training: bool, schedule: Schedule, prices: SegmentPrices, segm
 
     One note is on batch norms in training. The other is on a segment that takes longer than the mean of a stage.
     """
-    import torch
-
-    if training and any(
-        isinstance(child, torch.nn.modules.batchnorm._BatchNorm) for child in segments.module.modules()
-    ):
+    modules = () if segments.module is None else segments.module.modules()
+    if training and any("BatchNorm" in base.__name__ for child in modules for base in type(child).__mro__):
         yield (
             f"Batch norms take the statistics of a microbatch, {1 / schedule.microbatches:.1%} of the batch: the "
             "loss is not that of the module on the whole batch."
@@ -77,7 +74,7 @@ def stages_notes(training: bool, schedule: Schedule, prices: SegmentPrices, segm
     if slowest > mean:
         number = int(np.argmax(segment_s))
         yield (
-            f"A stage cannot be smaller than `{segments.names[number]}` up to the next module, which takes "
+            f"A stage cannot be smaller than `{segments.names[number]}` up to the next segment, which takes "
             f"{format_seconds(slowest)} of a microbatch where the mean of a stage is {format_seconds(mean)}."
         )
 

@@ -226,9 +226,11 @@ class StageSearch:
             program = self._opened(count)
         if not segments.names:
             raise UserError(
-                f"{program.name} is no torch module, between whose modules stages could be cut: leave out "
-                f"--for {FORM_BY_STAGE}, and cut the layers of JAX programs by --schedule gpipe or circular."
+                f"{program.name} has neither the modules of a torch module nor marks by autoshard.segment, between "
+                "which stages could be cut: mark its layers, or cut stacked layers by --schedule gpipe or circular."
             )
+        if segments.module is None and self.options.form is not None:
+            raise UserError(f"--for {self.options.form} takes torch modules; leave it out for {program.name}.")
         schedules = list(self._schedules(stages, count))
         places = sum(segments.may_cut)
         for rounds in {schedule.rounds for schedule in schedules}:
@@ -245,7 +247,8 @@ class StageSearch:
             except InfeasibleError:  # if all stages together do not fit, no cut does
                 break
             model, choices = reprice(plan, program, reading)
-            prices = segment_prices(itemise(model, choices), segments.may_cut, AXIS, count)
+            anywhere = segments.module is None
+            prices = segment_prices(itemise(model, choices), segments.may_cut, AXIS, count, anywhere)
             refused = []
             for schedule in schedules:
                 self.progress(f"cutting into {schedule.words()}")
@@ -370,6 +373,7 @@ class StageSearch:
         warnings = [line for line in plan.warnings if f"along {AXIS}" not in line and not line.startswith("memory is")]
         training = found.model.program.training
         notes = stages_notes(training, found.schedule, found.prices, found.segments)
+        module = found.segments.module
         return dataclasses.replace(
             plan,
             memory_limit_bytes=self.limit,
@@ -384,7 +388,7 @@ class StageSearch:
             plan_gap=max(0.0, 1 - found.cut.bound_s / step_s),
             words=(f"modules in {found.schedule.stages} stages over {AXIS}", *words),
             warnings=(*warnings, *notes),
-            provenance=origin | {"for": FORM_BY_STAGE, "stages": others},
+            provenance=origin | ({} if module is None else {"for": FORM_BY_STAGE}) | {"stages": others},
             timeline=Timeline(step_s, (), (), {}),
             unruled=(),
             choices="",

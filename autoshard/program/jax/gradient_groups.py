@@ -8,7 +8,7 @@ import dataclasses
 import enum
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ _NO_CALLS = ("while", "reduce", "reduce_window")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Value:
+class Relation:
     """The relation of one value of the trace to the batch."""
 
     kind: Reduction
@@ -133,6 +133,24 @@ def doubled_reduction(loss: Callable[..., Any], args: Sequence[Any], batch: int,
     return _reduction(loss, (*args[:batch], whole, *args[batch + 1 :]), args, batch, dims, 2, unread)
 
 
+def relations(whole: Any, less: Any, batch: Sequence[int], parameters: Collection[int]) -> list[Relation]:
+    """Return the relation of each result of a closed jaxpr to the results of another one, on a part of the batch.
+
+    - `whole`, `less`: traces of one function on the whole batch and on a part.
+    - `batch`: positions of the arguments with examples along their first dim.
+    - `parameters`: positions of the trained arguments.
+    """
+    variables = whole.jaxpr.invars
+    given = [
+        Relation(Reduction.EACH, place=ExampleDim(0))
+        if number in batch
+        else Relation(Reduction.CONST, number in parameters)
+        for number in range(len(variables))
+    ]
+    parts = variables[batch[0]].aval.shape[0] // less.jaxpr.invars[batch[0]].aval.shape[0] if batch else 1
+    return _TwoTraces(parts).read(whole, less, given, {})
+
+
 def _resized(x: Any, dim: int, size: int) -> Any:
     """Return the shape and dtype of an array with another size of one dim."""
     import jax
@@ -166,19 +184,19 @@ def _reduction(
     before = sum(len(jax.tree.leaves(each)) for each in args[:batch])
     examples = dict(enumerate(jax.tree.leaves(dims), before))
     given = [
-        _Value(Reduction.EACH, place=ExampleDim(examples[number]))
+        Relation(Reduction.EACH, place=ExampleDim(examples[number]))
         if examples.get(number, -1) >= 0
-        else _Value(Reduction.CONST, number < trained)
+        else Relation(Reduction.CONST, number < trained)
         for number in range(len(whole_trace.jaxpr.invars))
     ]
-    known: dict[Any, _Value] = {}
+    known: dict[Any, Relation] = {}
     value, *others = _TwoTraces(parts).read(whole_trace, part_trace, given, known)
     written = tuple(number for number, each in enumerate(others) if each.kind is not Reduction.CONST)
     division = _division(whole_trace.jaxpr, known) if value.kind is Reduction.QUOTIENT else -1
     return dataclasses.replace(_reduced(value, division), written=written)
 
 
-def _reduced(value: _Value, division: int) -> Reduced:
+def _reduced(value: Relation, division: int) -> Reduced:
     """Return the reduction that a loss's relation to the batch means.
 
     - `division`: the number of the dividing operation of a quotient; -1 if it is inside a called function.
@@ -194,7 +212,7 @@ def _reduced(value: _Value, division: int) -> Reduced:
     return Reduced(Reduction.OTHER, value.why or "no sum over them", value.line)
 
 
-def _division(jaxpr: Any, known: dict[Any, _Value]) -> int:
+def _division(jaxpr: Any, known: dict[Any, Relation]) -> int:
     """Return the number of the equation that divides, found backwards from the first result through quotients.
 
     Return -1 if the division is inside a called function, or if its result is not a scalar.
@@ -226,7 +244,7 @@ class _TwoTraces:
         self.mixing = 0
         """Number of operations so far that mix examples."""
 
-    def read(self, whole: Any, less: Any, given: Sequence[_Value], known: dict[Any, _Value]) -> list[_Value]:
+    def read(self, whole: Any, less: Any, given: Sequence[Relation], known: dict[Any, Relation]) -> list[Relation]:
         """Return the values of the results of two closed jaxprs, and add every value to `known`.
 
         - `whole`, `less`: the traces of the whole batch and of a part.
@@ -244,34 +262,34 @@ class _TwoTraces:
         differs += [*first.eqns[len(steps) :], *second.eqns[len(steps) :]]
         if differs:
             why = "operations that depend on the number of examples"
-            return [_Value(Reduction.OTHER, True, why, _line(differs[0])) for _ in first.outvars]
+            return [Relation(Reduction.OTHER, True, why, line_of(differs[0])) for _ in first.outvars]
         for mine, theirs in steps:
             operands = [self._operand(a, b, known) for a, b in zip(mine.invars, theirs.invars, strict=True)]
             known.update(zip(mine.outvars, self._results(mine, theirs, operands), strict=True))
         return [self._operand(a, b, known) for a, b in zip(first.outvars, second.outvars, strict=True)]
 
-    def _operand(self, mine: Any, theirs: Any, known: dict[Any, _Value]) -> _Value:
+    def _operand(self, mine: Any, theirs: Any, known: dict[Any, Relation]) -> Relation:
         """Return the value of an operand, by `known` if it is a variable; `CONST` if it is not there.
 
         A scalar literal that is `parts` times as large in `mine` is `COUNT`, one `parts` times as small `SHARE`. Equal
         ones are `CONST`, others `OTHER`.
         """
         if not hasattr(mine, "val"):
-            return known.get(mine, _Value(Reduction.CONST))
+            return known.get(mine, Relation(Reduction.CONST))
         if mine.aval.shape or not hasattr(theirs, "val"):
-            return _Value(Reduction.CONST)
+            return Relation(Reduction.CONST)
         if mine.val == theirs.val or mine.val != mine.val:  # NaN differs from itself
-            return _Value(Reduction.CONST)
+            return Relation(Reduction.CONST)
         if isinstance(mine.val, complex):
-            return _Value(Reduction.OTHER, False, _CONSTANT)
+            return Relation(Reduction.OTHER, False, _CONSTANT)
         value, other = float(mine.val), float(theirs.val)
         if math.isclose(value, other * self.parts, rel_tol=1e-2):  # constants may be in bf16
-            return _Value(Reduction.COUNT)
+            return Relation(Reduction.COUNT)
         if math.isclose(value * self.parts, other, rel_tol=1e-2):
-            return _Value(Reduction.SHARE)
-        return _Value(Reduction.OTHER, False, _CONSTANT)
+            return Relation(Reduction.SHARE)
+        return Relation(Reduction.OTHER, False, _CONSTANT)
 
-    def _constant(self, mine: Any, theirs: Any) -> _Value:
+    def _constant(self, mine: Any, theirs: Any) -> Relation:
         """Return the value of an array constant of the two traces.
 
         It is `EACH` if one dim alone grows, by the number of parts, and all elements along it are equal.
@@ -280,15 +298,15 @@ class _TwoTraces:
 
         shape, smaller = np.shape(mine), np.shape(theirs)
         if shape == smaller:
-            return _Value(Reduction.CONST)
+            return Relation(Reduction.CONST)
         grown = [dim for dim, (m, n) in enumerate(zip(shape, smaller, strict=False)) if m != n]
         if len(shape) == len(smaller) and len(grown) == 1 and shape[grown[0]] == self.parts * smaller[grown[0]]:
             first = np.asarray(theirs).take([0], grown[0])
             if all((np.asarray(each) == first).all() for each in (mine, theirs)):
-                return _Value(Reduction.EACH, place=ExampleDim(grown[0], alike=True))
-        return _Value(Reduction.OTHER, False, _CONSTANT)
+                return Relation(Reduction.EACH, place=ExampleDim(grown[0], alike=True))
+        return Relation(Reduction.OTHER, False, _CONSTANT)
 
-    def _results(self, mine: Any, theirs: Any, operands: list[_Value]) -> list[_Value]:
+    def _results(self, mine: Any, theirs: Any, operands: list[Relation]) -> list[Relation]:
         """Return the values of the results of one equation; those of a call (no loop) by analysing its body."""
         inner = [(mine.params[key], theirs.params[key]) for key in _CALLS if key in mine.params]
         if mine.primitive.name == "scan":
@@ -298,7 +316,7 @@ class _TwoTraces:
             if len(calls[0].jaxpr.invars) == len(operands) and len(calls[0].jaxpr.outvars) == len(mine.outvars):
                 values = self.read(calls[0], calls[1], operands, {})
                 # JAX keeps the trace of a function for later calls, which stand on other lines.
-                line = _line(mine) if mine.primitive.name in ("jit", "pjit") else ""
+                line = line_of(mine) if mine.primitive.name in ("jit", "pjit") else ""
                 first = any(value.kind is Reduction.OTHER for value in operands)
                 return values if first or not line else [dataclasses.replace(each, line=line) for each in values]
         trained = any(value.trained for value in operands)
@@ -309,12 +327,12 @@ class _TwoTraces:
                 if kind is Reduction.OTHER:
                     values.append(self._other(mine, operands, why, trained))
                 else:
-                    values.append(_Value(kind, trained, why))
+                    values.append(Relation(kind, trained, why))
             else:
                 values.append(self._each(mine, operands, number, b.aval, trained))
         return values
 
-    def _scanned(self, mine: Any, theirs: Any, operands: list[_Value]) -> list[_Value]:
+    def _scanned(self, mine: Any, theirs: Any, operands: list[Relation]) -> list[Relation]:
         """Return the values of the results of a scan: the carry's once a pass changes none of them, and the stacks'."""
         consts, carried = mine.params["num_consts"], mine.params["num_carry"]
         whole, less = (each.params["jaxpr"] for each in (mine, theirs))
@@ -328,7 +346,7 @@ class _TwoTraces:
             carry = joined
         return [self._other(mine, ()) for _ in mine.outvars]
 
-    def _shifted(self, eqn: Any, value: _Value, by: int) -> _Value:
+    def _shifted(self, eqn: Any, value: Relation, by: int) -> Relation:
         """Return the value of a slice of a scan (`by` -1) or of a stack of slices (1).
 
         A scan along examples mixes them.
@@ -338,7 +356,7 @@ class _TwoTraces:
         place = dataclasses.replace(value.place, dim=value.place.dim + by)
         return self._other(eqn, ()) if place.dim < 0 else dataclasses.replace(value, place=place)
 
-    def _joined(self, eqn: Any, first: _Value, then: _Value) -> _Value:
+    def _joined(self, eqn: Any, first: Relation, then: Relation) -> Relation:
         """Return the value of a carry before every pass of a scan, by that before and after one pass."""
         trained = first.trained or then.trained
         kinds = {first.kind, then.kind}
@@ -346,12 +364,12 @@ class _TwoTraces:
             return first if first.kind is Reduction.OTHER else then
         if kinds == {Reduction.EACH}:
             place = common_position([first.place, then.place])
-            return self._other(eqn, ()) if place is None else _Value(Reduction.EACH, trained, place=place)
+            return self._other(eqn, ()) if place is None else Relation(Reduction.EACH, trained, place=place)
         if len(kinds - {Reduction.CONST}) > 1:
             return self._other(eqn, ())
         return dataclasses.replace(then if first.kind is Reduction.CONST else first, trained=trained)
 
-    def _each(self, eqn: Any, operands: Sequence[_Value], number: int, smaller: Any, trained: bool) -> _Value:
+    def _each(self, eqn: Any, operands: Sequence[Relation], number: int, smaller: Any, trained: bool) -> Relation:
         """Return the value of a result that grows with the batch.
 
         - `operands`: values of the operands of `eqn`.
@@ -373,10 +391,10 @@ class _TwoTraces:
         if apart and len(grown) == 1 and result.size == smaller.size * self.parts:
             place = example_position(eqn, [value.place for value in operands], grown[0], number)
         if place is not None:
-            return _Value(Reduction.EACH, trained, place=place)
+            return Relation(Reduction.EACH, trained, place=place)
         return self._other(eqn, operands, "", trained)
 
-    def _other(self, eqn: Any, operands: Sequence[_Value], why: str = "", trained: bool = True) -> _Value:
+    def _other(self, eqn: Any, operands: Sequence[Relation], why: str = "", trained: bool = True) -> Relation:
         """Return a value of kind `OTHER`, with the first reason in the trace among its operands, else `why`.
 
         `why` is empty for an operation that mixes examples.
@@ -389,9 +407,9 @@ class _TwoTraces:
         name = eqn.primitive.name
         drawn = "random numbers of its own, which each part would draw alike" if name == "random_bits" else ""
         why = why or drawn or f"`{name}`, which mixes examples"
-        return _Value(Reduction.OTHER, trained, why, _line(eqn), self.mixing)
+        return Relation(Reduction.OTHER, trained, why, line_of(eqn), self.mixing)
 
-    def _reduced(self, eqn: Any, operands: Sequence[_Value], result: Any) -> tuple[Reduction, str]:
+    def _reduced(self, eqn: Any, operands: Sequence[Relation], result: Any) -> tuple[Reduction, str]:
         """Return the kind of a result without a dim of examples, and the reason for `OTHER` (else an empty string).
 
         `result` is its abstract value. Sums over examples are `SUM`. The tables `_SCALED` and `_DIVIDED` give products
@@ -441,7 +459,7 @@ class _TwoTraces:
         return outcome, why if outcome in (Reduction.OTHER, Reduction.COMBINED) else ""
 
 
-def _line(eqn: Any) -> str:
+def line_of(eqn: Any) -> str:
     """Return the innermost line of the user's code that made an equation, as `model.py:12`; empty without one."""
     frames = eqn.source_info.traceback.frames if eqn.source_info.traceback is not None else ()
     return next((f"{Path(f.file_name).name}:{f.line_num}" for f in frames if is_users_file(f.file_name)), "")
@@ -452,37 +470,3 @@ def _closed(jaxpr: Any) -> Any:
     from jax.extend.core import ClosedJaxpr
 
     return jaxpr if hasattr(jaxpr, "jaxpr") else ClosedJaxpr(jaxpr, ())
-
-
-def dividend_and_divisor(loss: Callable[..., Any], division: int) -> Callable[..., tuple[Any, Any]]:
-    """Return a function of the arguments of `loss` that computes the dividend and the divisor of a quotient.
-
-    `division` is the number of the dividing operation in the trace of `loss`. Operations after it apply to the
-    dividend. The divisor is cast to f32 at least.
-    """
-    import jax
-    from jax.extend.core import jaxpr_as_fun
-
-    def run(*args: Any) -> tuple[Any, Any]:
-        closed = jax.make_jaxpr(loss)(*args)
-        eqns = list(closed.jaxpr.eqns)
-        eqn = eqns[division]
-        assert eqn.primitive.name == "div"
-        dividend, over = eqn.invars
-        # After a division by one, the later operations apply to the dividend instead of the quotient.
-        eqns[division] = eqn.replace(invars=[dividend, _one(over)])
-        outs = [*closed.jaxpr.outvars, over]
-        names = closed.jaxpr.debug_info._replace(result_paths=None)
-        both = closed.replace(jaxpr=closed.jaxpr.replace(eqns=eqns, outvars=outs, debug_info=names))
-        total, count = jaxpr_as_fun(both)(*jax.tree.leaves(args))
-        return total, count.astype(jax.numpy.promote_types(count.dtype, "float32"))
-
-    return run
-
-
-def _one(like: Any) -> Any:
-    """Return a literal one with the type of `like`."""
-    import numpy as np
-    from jax.extend.core import Literal
-
-    return Literal(np.ones((), like.aval.dtype), like.aval)

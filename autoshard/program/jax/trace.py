@@ -13,8 +13,10 @@ from autoshard.program import roles as role_rules
 from autoshard.program.jax.call_arguments import by_position
 from autoshard.program.jax.host_state import offload_notes, on_host
 from autoshard.program.jax.jax_modules import functional
+from autoshard.program.jax.step_parts import split_step
 from autoshard.program.lowering import lower_function, user_code
 from autoshard.program.program_record import WEIGHTS, Argument, Lifted, Program, Result, Role, serialise
+from autoshard.program.segments import NotDividedError, asked_segments
 from autoshard.program.source_choices import sharding_notes, weak_type_notes
 
 
@@ -203,6 +205,51 @@ def trace(
         lowerings=lowered.lowerings,
     )
     return on_host(program, host)
+
+
+def in_one_microbatch(program: Program) -> Program:
+    """Return a traced program with one microbatch of its batch arguments, if segments are requested; else unchanged.
+
+    Batch arguments are cut along their first dim. Tokens and model FLOPs are divided likewise.
+
+    Programs without marked segments are unchanged too. Raises `NotDividedError` if the microbatches do not divide a
+    first dim. Raises `UserError` for a step whose results do not follow from those of its microbatches.
+    """
+    import jax
+
+    asked = asked_segments()
+    if asked is None:
+        return program
+    whole = user_code(program.name, lambda: jax.make_jaxpr(program.fn)(*program.args))
+    if not asked.names:
+        return program
+    leaves, tree = jax.tree.flatten(program.args)
+    count = asked.microbatches
+    for number, argument in enumerate(program.arguments):
+        if argument.role is Role.BATCH and argument.shape:
+            rows = asked.batch = argument.shape[0]
+            if rows % count:
+                raise NotDividedError(f"{count} microbatches do not divide the {rows} examples of `{argument.name}`.")
+            shape = (rows // count, *argument.shape[1:])
+            leaves[number] = jax.ShapeDtypeStruct(shape, leaves[number].dtype)
+    less = user_code(program.name, lambda: jax.make_jaxpr(program.fn)(*tree.unflatten(leaves)))
+    batch, parameters = (
+        [number for number, each in enumerate(program.arguments) if each.role is role]
+        for role in (Role.BATCH, Role.PARAMETER)
+    )
+    split_step(less, whole, range(len(asked.names)), len(asked.names), batch, parameters)
+    roles = {argument.name: argument.role for argument in program.arguments}
+    return trace(
+        program.fn,
+        tree.unflatten(leaves),
+        name=program.name,
+        donate_argnums=program.donate_argnums,
+        roles=roles.get,
+        training=program.training,
+        model_flops=None if program.model_flops is None else program.model_flops / count,
+        tokens=None if program.tokens is None else program.tokens // count,
+        notes=program.notes,
+    )
 
 
 def _check_figures(label: str, arg_names: Any, notes: Any, model_flops: Any, tokens: Any) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from autoshard.program.jax.gradient_groups import Reduced, Reduction, dividend_and_divisor
+from autoshard.program.jax.gradient_groups import Reduced, Reduction
 from autoshard.program.torch_ops.wide_integers import in_64_bits
 
 
@@ -41,7 +41,7 @@ def training_step(
 
     quotient = reduction.kind is Reduction.QUOTIENT
     mean = reduction.kind not in (Reduction.SUM, Reduction.QUOTIENT)
-    computed = dividend_and_divisor(loss_fn, reduction.division) if quotient else loss_fn
+    computed = _dividend_and_divisor(loss_fn, reduction.division) if quotient else loss_fn
     gradient = jax.value_and_grad(computed, has_aux=aux or quotient)
     if wide:
         gradient = in_64_bits(gradient)
@@ -89,6 +89,40 @@ def gradient_step(loss_fn: Callable[..., Any], *, aux: bool = False, **forms: An
         return (loss, gradients), updated[0] if updated else {}
 
     return step
+
+
+def _dividend_and_divisor(loss: Callable[..., Any], division: int) -> Callable[..., tuple[Any, Any]]:
+    """Return a function of the arguments of `loss` that computes the dividend and the divisor of a quotient.
+
+    `division` is the number of the dividing operation in the trace of `loss`. Operations after it apply to the
+    dividend. The divisor is cast to f32 at least.
+    """
+    import jax
+    from jax.extend.core import jaxpr_as_fun
+
+    def run(*args: Any) -> tuple[Any, Any]:
+        closed = jax.make_jaxpr(loss)(*args)
+        eqns = list(closed.jaxpr.eqns)
+        eqn = eqns[division]
+        assert eqn.primitive.name == "div"
+        dividend, over = eqn.invars
+        # After a division by one, the later operations apply to the dividend instead of the quotient.
+        eqns[division] = eqn.replace(invars=[dividend, _one(over)])
+        outs = [*closed.jaxpr.outvars, over]
+        names = closed.jaxpr.debug_info._replace(result_paths=None)
+        both = closed.replace(jaxpr=closed.jaxpr.replace(eqns=eqns, outvars=outs, debug_info=names))
+        total, count = jaxpr_as_fun(both)(*jax.tree.leaves(args))
+        return total, count.astype(jax.numpy.promote_types(count.dtype, "float32"))
+
+    return run
+
+
+def _one(like: Any) -> Any:
+    """Return a literal one with the type of `like`."""
+    import numpy as np
+    from jax.extend.core import Literal
+
+    return Literal(np.ones((), like.aval.dtype), like.aval)
 
 
 def _by_group(gradient: Callable[..., Any], groups: int) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from autoshard.program.kernels.splash_attention import attention_kernel, check_k
 from autoshard.program.moe.experts import ExpertForm, capacity
 from autoshard.program.remat_marks import check_names
 from autoshard.program.remat_policy import Policy
+from autoshard.program.segments import asked_segments, watching
 from autoshard.program.source_choices import check_exchange_name
 from autoshard.program.torch.eight_bit_layers import computed_in_eight_bits, eight_bit_note
 from autoshard.program.torch.layer_remat import numbered_layers, parse_remat, remat_text, split_blocks
@@ -26,7 +27,6 @@ from autoshard.program.torch.scan_pass import LayerRemat, LayerWeights, NotRepea
 from autoshard.program.torch.stage_scan import Firsts, find_along, staged_blocks
 from autoshard.program.torch.step_options import LayerForms
 from autoshard.program.torch_ops.masked_reads import media_in_place
-from autoshard.program.torch_ops.module_segments import asked_segments, watching
 from autoshard.program.torch_ops.recurrent import torchs_own_gru
 from autoshard.program.torch_ops.torch_gradients import own_gradients, sparing
 from autoshard.program.torch_ops.torch_refusals import mixed_floats

@@ -17,6 +17,7 @@ from autoshard.program.jax.layer_stack import in_stages
 from autoshard.program.jax.trace import trace
 from autoshard.program.moe.experts import check_experts
 from autoshard.program.program_record import Program, Role
+from autoshard.program.segments import one_microbatch
 from autoshard.program.torch.eager_twin import EagerCall, EagerTwin, closed_types, first_tensor, host_tensor
 from autoshard.program.torch.linear_backward import checked_reduction
 from autoshard.program.torch.low_rank import check_lora, with_adapters
@@ -33,7 +34,6 @@ from autoshard.program.torch.step_options import (
 from autoshard.program.torch.torch_function import TorchFunction, jax_dtype
 from autoshard.program.torch_ops import wide_integers
 from autoshard.program.torch_ops.layer_lowerings import without_batch_statistics
-from autoshard.program.torch_ops.module_segments import one_microbatch
 from autoshard.program.torch_ops.torch_imports import require_torch
 
 

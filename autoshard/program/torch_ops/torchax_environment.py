@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from autoshard.program.segments import op_scope
 from autoshard.program.torch_ops import (
     indexed_writes,
     masked_reads,
@@ -18,7 +19,6 @@ from autoshard.program.torch_ops import (
 )
 from autoshard.program.torch_ops import views as shared_views
 from autoshard.program.torch_ops.masked_reads import MaskedRows, by_row
-from autoshard.program.torch_ops.module_segments import op_scope
 from autoshard.program.torch_ops.torch_imports import importing_torchax
 from autoshard.program.torch_ops.views import root_of
 

@@ -196,12 +196,12 @@ def test_no_cut_within_memory_is_refused(net: str, plan: Plan) -> None:
         autoshard.plan(net, topology="cpu:2", program_options=STAGED, memory_limit=limit)
 
 
-def test_programs_in_jax_are_no_modules(tmp_path: Path) -> None:
+def test_programs_in_jax_need_marks(tmp_path: Path) -> None:
     path = tmp_path / "step.py"
     path.write_text(
         "import jax\n\ndef program():\n    return (lambda x: x @ x), (jax.ShapeDtypeStruct((8, 8), 'float32'),)\n"
     )
-    with pytest.raises(UserError, match="step is no torch module, between whose modules stages could be cut"):
+    with pytest.raises(UserError, match="step has neither the modules of a torch module nor marks"):
         autoshard.plan(str(path), topology="cpu:2", program_options={"stages": 2, "schedule": "1f1b"})
 
 

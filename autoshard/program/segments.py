@@ -1,12 +1,16 @@
-"""Segments of a torch module: the ops from the start of one of its modules to the start of the next.
+"""Segments of a program, between which it can be cut into pipeline stages.
 
-A module can be cut into pipeline stages between segments. Each op is traced in a scope with the number of its segment,
-which its gradient inherits. The planner can therefore assign ops to segments.
+A segment of a torch module is the code from the start of one of its modules to the start of the next. JAX code marks
+its segments by `segment`. Each op is traced in a scope with the number of its segment, which its gradient inherits. The
+planner can therefore assign ops to segments.
 """
 
 import contextlib
 import contextvars
 import dataclasses
+import enum
+import functools
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -19,24 +23,35 @@ _SCOPE = "segment"
 _FOUND = re.compile(rf"\b{_SCOPE}(\d+)\b")
 
 
+class Part(enum.IntEnum):
+    """A part of a step."""
+
+    FORWARD = 0
+    """Forward pass of a microbatch."""
+    BACKWARD = 1
+    """Backward pass of a microbatch, with recomputation."""
+    UPDATE = 2
+    """Work done once a step for any number of microbatches: sums of gradients over devices, and the optimizer."""
+
+
 class NotDividedError(UserError):
     """Raised when the microbatches do not divide the batch."""
 
 
 @dataclasses.dataclass(slots=True)
 class Segments:
-    """Request for segments of the torch modules that are traced, and the segments of the last traced module."""
+    """Request for segments of what is traced, and the segments of the last traced torch module or JAX function."""
 
     microbatches: int
     """Number of equal parts that inputs are cut into along their first dim; one part is traced."""
     names: list[str] = dataclasses.field(default_factory=list)
-    """Name of the outermost module that starts each segment, in the order of execution."""
+    """Name of each segment in the order of execution: that of the outermost module that starts it, or of its mark."""
     calls: Counter[str] = dataclasses.field(default_factory=Counter)
     """Number of calls of each module, by name."""
     batch: int = 0
     """Examples in the whole batch: the first dim of the first input."""
     module: Any = None
-    """The module itself, once it has run."""
+    """The torch module itself, once it has run."""
     busy: bool = False
     """True if an op has run since the last module started."""
     inside: bool = False
@@ -47,7 +62,7 @@ class Segments:
         """True for each segment, in order, that a stage may start with: the first one, or one whose module is called
         once.
         """
-        return [index == 0 or self.calls[name] == 1 for index, name in enumerate(self.names)]
+        return [index == 0 or self.calls[name] <= 1 for index, name in enumerate(self.names)]
 
 
 _asked: contextvars.ContextVar[Segments | None] = contextvars.ContextVar("segments", default=None)
@@ -57,14 +72,62 @@ _asked: contextvars.ContextVar[Segments | None] = contextvars.ContextVar("segmen
 def in_segments(microbatches: int) -> Iterator[Segments]:
     """Trace torch modules with one microbatch, unscanned layers and a scope for each op, while inside.
 
-    Yields the `Segments` that the trace fills.
+    JAX code is traced with a scope for each of its marked segments. Yields the `Segments` that the trace fills.
     """
     asked = Segments(microbatches)
     token = _asked.set(asked)
     try:
-        yield asked
+        # Traces that JAX remembers from other requests would add no names here.
+        with _jax_context()(next(_REQUESTS)):
+            yield asked
     finally:
         _asked.reset(token)
+
+
+@functools.cache
+def _jax_context() -> Any:
+    """Return a context that is part of JAX's tracing cache key, so that jitted parts are retraced with their scopes."""
+    import jax
+
+    return jax.make_user_context(None)
+
+
+_REQUESTS = itertools.count()
+
+
+@contextlib.contextmanager
+def segment(name: str) -> Iterator[None]:
+    """Mark the JAX code inside as a segment of a step, which may begin a pipeline stage.
+
+    ::
+
+        for number, block in enumerate(params["blocks"]):
+            with autoshard.segment(f"block {number}"):
+                x = layer(block, x)
+
+    Code between segments joins the segment whose values it uses. The mark does nothing unless a program for each stage
+    is planned or run (`--schedule 1f1b`). A segment inside of another one is a part of it.
+
+    - `name`: name of the segment, one of its own for each.
+
+    Raises `UserError` for a name that is empty or no text.
+    """
+    if not isinstance(name, str) or not name:
+        raise UserError(f"autoshard.segment takes a name such as `block 0`; found {name!r}.")
+    asked = _asked.get()
+    if asked is None or asked.inside:
+        yield
+        return
+    import jax
+
+    if name not in asked.names:
+        asked.names.append(name)
+    asked.inside = True
+    try:
+        with jax.named_scope(f"{_SCOPE}{asked.names.index(name)}"):
+            yield
+    finally:
+        asked.inside = False
 
 
 def asked_segments() -> Segments | None:
