@@ -1,6 +1,7 @@
 """Step time of a plan's form in eager torch, priced as degrees of parallelism."""
 
 import math
+from collections import Counter
 
 from autoshard.cost import Topology
 from autoshard.degrees.degree_choice import gpu_decoder
@@ -9,6 +10,7 @@ from autoshard.degrees.gpu_stage import host_figures
 from autoshard.degrees.gpu_step import price_step
 from autoshard.errors import UserError
 from autoshard.planning import FORMS, Plan, chosen_options
+from autoshard.program import parse_remat
 
 
 _RECOMPUTED = {"none": "none", "dots": "selective", "full": "full"}
@@ -21,14 +23,14 @@ def eager_step_s(plan: Plan) -> float | None:
     """Return the seconds of a plan's step in eager torch on GPUs, as `choose_degrees` prices torchtitan's.
 
     Return None for a form that does not gather parameters, and for a plan that degrees cannot state. The program must
-    be a dense decoder's configuration, with matmuls in 16 bits and a remat policy of `_RECOMPUTED`.
+    be a dense decoder's configuration, with matmuls in 16 bits and remat policies of `_RECOMPUTED`. A mixture of them
+    takes the mean over its layers.
     """
     form, source, labels = FORMS.get(plan.origin.form or ""), plan.source, plan.shapes.get("batch.labels")
     if form is None or not form.gathers or source is None or not source.is_configuration or not labels:
         return None
     options, place = chosen_options(plan), Topology.parse(plan.topology)
-    recompute = _RECOMPUTED.get(str(options.get("remat") or "none"))
-    if recompute is None or any(options.get(name) not in (None, "none") for name in ("quantize", "lora")):
+    if any(options.get(name) not in (None, "none") for name in ("quantize", "lora")):
         return None
     if place.chip.name not in host_figures().attention_efficiency["flash"]:
         return None
@@ -39,10 +41,18 @@ def eager_step_s(plan: Plan) -> float | None:
         decoder = gpu_decoder(source.program)
         if decoder.experts > 1 or batch % (replicas * micro):
             return None
-        run = GpuRun(
-            decoder, place, "torchtitan", labels[-1], replicas, place.num_devices // replicas, 1,
-            batch // replicas // micro, micro, 3 if split & set(plan.batch_axes) else 0, recompute,
-        )  # fmt: skip
+        remat = parse_remat(str(options.get("remat") or "none"))
+        policies = [str(remat.of(number)) for number in range(decoder.layers)]
+        if not _RECOMPUTED.keys() >= set(policies):
+            return None
+        layers = Counter(_RECOMPUTED[policy] for policy in policies)
+        runs = {
+            recompute: GpuRun(
+                decoder, place, "torchtitan", labels[-1], replicas, place.num_devices // replicas, 1,
+                batch // replicas // micro, micro, 3 if split & set(plan.batch_axes) else 0, recompute,
+            )
+            for recompute in layers
+        }  # fmt: skip
     except UserError:
         return None
-    return price_step(run).seconds
+    return sum(price_step(run).seconds * layers[recompute] for recompute, run in runs.items()) / decoder.layers

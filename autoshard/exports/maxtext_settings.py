@@ -131,6 +131,9 @@ def _remat(plan: Plan) -> tuple[str, list[str]]:
     policy, lacks = planned.of(0), []
     if len(planned.parts) > 1:
         lacks.append(f"recomputation in the first layers alone ({clean(str(planned))}); here all follow the first one.")
+    if not policy.names and policy.base == "none":
+        lacks.append("layers that recompute nothing: MaxText's `none` recomputes all, and this policy all but matmuls.")
+        return "remat_policy: minimal_with_context\n", lacks
     if not policy.names and policy.base != "dots":
         return f"remat_policy: {policy.base}\n", lacks
     places = {name: _place(policy, name, values) for name, values in _TENSORS.items()}

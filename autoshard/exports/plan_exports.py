@@ -17,7 +17,6 @@ from autoshard.planning import (
     Prediction,
     Rest,
     Spec,
-    axis_words,
     by_name,
     check_names,
     eager_peak,
@@ -102,7 +101,8 @@ def make_export(plan: Plan, form: str, program: Program | None = None, *, force:
         over = f", more than the {format_bytes(limit)} it has" if eager > limit else ""
         sentence += (
             f" Eager torch needs {format_bytes(eager)} of one device{over}: it keeps logits in float32, and embedding "
-            "and head gathered. The other figures are of a step compiled by XLA."
+            "and head gathered. The other figures are of a step compiled by XLA; `autoshard plan --for` and "
+            "`autoshard degrees` state its time in eager torch."
         )
         if over and plan.prediction.fits and not force:
             within = plan.origin.form == known.name
@@ -205,9 +205,9 @@ def _refuse_slow(plan: Plan, form: Form, prediction: Prediction | None, program:
         ]
         raise FormError(
             f"the {form.name} form cannot hold this plan{_why(plan, held)}: its step would take {both[0]} of one "
-            f"device, the plan's takes {both[1]}. {_lost(plan, form, program)}{_whole(form)}Repeat `autoshard plan` "
-            f"with --for {form.name} for the best plan that it can hold, which may be much slower or not fit, or write "
-            "it all the same with --force."
+            f"device, the plan's takes {both[1]}. {_whole(form)}Repeat `autoshard plan` with --for {form.name} for the "
+            "best plan that it can hold, which may be much slower or not fit, or write it all the same with --force. "
+            f"{_lost(plan, form, program)}".rstrip()
         )
 
 
@@ -216,7 +216,7 @@ _LOST = 3
 
 
 def _lost(plan: Plan, form: Form, program: Program | None) -> str:
-    """Return a sentence on the first values that lack splits of the plan in a form, with the constraint that keeps one.
+    """Return a sentence on the first values that lack splits of the plan in a form.
 
     Empty if there are none, and without a program that is the user's JAX code.
     """
@@ -229,16 +229,9 @@ def _lost(plan: Plan, form: Form, program: Program | None) -> str:
         f"{each.line} ({each.kind}, {'x'.join(map(str, each.shape)) or 'a scalar'}, {partition(each.spec)})"
         for each in lost
     )
-    mesh, spec = plan.original_mesh, Spec(tuple(axis_words(axes) for axes in lost[0].spec.dims))
-    line = ""
-    if set(spec.axes) <= set(mesh):  # a part of an axis has a name that no mesh of the user's has
-        within = f"jax.sharding.AbstractMesh({(*mesh.values(),)}, {(*mesh,)})"
-        sharding = f"jax.sharding.NamedSharding({within}, jax.sharding.PartitionSpec{partition(spec)[1:]})"
-        line = f", as in `x = jax.lax.with_sharding_constraint(x, {sharding})` after {lost[0].line}"
-    given = ",".join(f"{axis}={size}" for axis, size in mesh.items())
     return (
-        f"The first values that lose a split are at {places}: constrain such a value in the step{line}, and plan the "
-        f"step again with --mesh {given}. "
+        f"The first values that lose a split are at {places}, or inside of what is called there; a constraint on such "
+        "a value in the step may keep it. "
     )
 
 

@@ -1,5 +1,6 @@
 """The public function `autoshard.plan(program, ...)`."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -83,7 +84,7 @@ def plan(
     from autoshard.planning.plan_builder import Running, check_request
     from autoshard.planning.recipes.plan_dispatch import NamedSource, plan_any
     from autoshard.planning.space.plan_options import read_options, settled_options
-    from autoshard.program import open_source
+    from autoshard.program import choices_of, open_source
 
     read = read_options(topology, options)
     check_request(read)
@@ -103,6 +104,23 @@ def plan(
             f"the program is of type {type(program).__name__}; trace it with `autoshard.trace`, or name its source."
         )
     else:
+        if callable(program) and not choices_of(program):
+            _check_maker(program)
         subject = program
     with WorkerCrew(helpers_here(), "autoshard.planning.warm_planner:ready", PATIENCE_S) as crew:
         return plan_any(subject, read, Running(progress=progress, crew=crew)).plan
+
+
+def _check_maker(function: Callable[..., Any]) -> None:
+    """Raise `UserError` for a function with several arguments, which is a step and makes no program."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return  # the call says what is wrong
+    asked = [each for each in parameters if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+    if len(asked) > 1:
+        name = getattr(function, "__name__", "the function")
+        raise UserError(
+            f"`{name}` takes {len(asked)} arguments, as a step does: plan `autoshard.trace({name}, args)`. A function "
+            "in place of a program receives a remat policy alone, and returns a program."
+        )

@@ -9,6 +9,7 @@ import pytest
 
 import autoshard
 from autoshard.cli import main
+from autoshard.errors import UserError
 from autoshard.planning import load_plan, save_plan
 from autoshard.planning.capacity import sweep_task
 from autoshard.program import Program, open_source, read_config
@@ -133,6 +134,14 @@ def test_a_function_of_a_remat_policy_is_planned_as_a_source_whose_policy_is_ope
     save_plan(autoshard.plan(program, topology="cpu:2"), by_function)
     assert made == [options["remat"] for options, _ in REMATS]
     assert by_function.read_bytes() == by_source.read_bytes()
+
+
+def test_a_step_in_place_of_a_program_is_named() -> None:
+    def step(params: Any, x: Any) -> Any:
+        return params * x
+
+    with pytest.raises(UserError, match="`step` takes 2 arguments, as a step does"):
+        autoshard.plan(step, topology="cpu:2")  # type: ignore[arg-type]
 
 
 def test_a_function_with_choices_is_planned_as_a_file_with_them(tmp_path: Path) -> None:

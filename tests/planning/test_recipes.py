@@ -16,6 +16,7 @@ import pytest
 import autoshard
 from autoshard.cost import Topology, load_calibration
 from autoshard.errors import InfeasibleError, UserError
+from autoshard.exports import export_plan
 from autoshard.planning import (
     Options,
     PlanResult,
@@ -375,3 +376,14 @@ def test_a_file_without_choices_is_not_run_for_them(tmp_path: Path) -> None:
     file.write_text("raise ValueError('run')")
     assert read_choices(str(file)) == {} == read_choices("hf:gpt2-tiny")
     assert settled_options({}, "h100:8") == {"preferred": {"attention": "auto:cudnn"}}
+
+
+def test_layers_recompute_in_a_plan_for_maxtext() -> None:
+    """Plan within what MaxText can do: its layers recompute at least what is elementwise."""
+    given = {"topology": "v5p:2x2x1", "mesh": "data=4", "program_options": {"train": True, "batch": 8, "seq": 128}}
+    plan = autoshard.plan("hf:llama-tiny", form="maxtext", **given)
+    assert plan.recipe is not None and not str(plan.recipe.chosen["remat"]).startswith("none")
+    assert "remat_policy: " in export_plan(plan, "maxtext")
+    given["program_options"] = {**given["program_options"], "remat": "none"}
+    with pytest.raises(UserError, match="cannot hold --remat none: its layers would recompute by dots,keep=context"):
+        autoshard.plan("hf:llama-tiny", form="maxtext", **given)

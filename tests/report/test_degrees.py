@@ -54,6 +54,11 @@ def test_a_plan_for_fsdp2_has_the_time_of_these_degrees() -> None:
     Console(file=text, width=200).print(terminal_report(plan, eager_s=seconds))
     assert f"{seconds:.3g} s in eager torch" in text.getvalue()
     assert eager_step_s(dataclasses.replace(plan, topology="v5e:2x4")) is None
+    times = []
+    for remat in ("none", "full:8+none", "full", "dots,keep=context"):
+        recipe = plan.provenance | {"recipe": {"chosen": {"remat": remat}}}
+        times.append(eager_step_s(dataclasses.replace(plan, provenance=recipe)))
+    assert times[1] == pytest.approx(0.75 * times[0] + 0.25 * times[2]) and times[3] is None
     # The size of the batch may be the default, which no option states.
     given["program_options"] = {"train": True}
     assert eager_step_s(autoshard.plan("hf:llama-tiny", form="fsdp2", **given))

@@ -355,6 +355,8 @@ def test_maxtext_places_every_tensor(plan: Plan):
 
 def test_maxtext_says_what_it_cannot_place(plan: Plan):
     assert recomputing(plan, "full") == {"remat_policy": "full", "lacks": ""}
+    least = recomputing(plan, "none")
+    assert least["remat_policy"] == "minimal_with_context" and "`none` recomputes all" in least["lacks"]
     mixed = recomputing(plan, "full,keep=k_proj:3+dots")
     assert mixed["key_proj"] == "device" and "in the first layers alone" in mixed["lacks"]
     assert "experts.down_proj2" in recomputing(plan, "full,keep=experts.down_proj2")["lacks"]

@@ -42,7 +42,9 @@ def test_layers_are_recomputed_as_planned(form: str) -> None:
     model: Any = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(**read_config("llama-tiny")[1])
     ).float()
+    model.set_attn_implementation("eager")  # would attend twice to the keys of a cache that is filled twice
     loss, wanted = gradients(model)
+    assert model.config.use_cache
     runs = [0] * len(model.model.layers)
     for number, layer in enumerate(model.model.layers):
         layer.mlp.register_forward_pre_hook(lambda *_, number=number: runs.__setitem__(number, runs[number] + 1))
@@ -50,6 +52,20 @@ def test_layers_are_recomputed_as_planned(form: str) -> None:
     found_loss, found = gradients(model)
     assert found_loss == loss and all(torch.allclose(a, b, atol=1e-7) for a, b in zip(wanted, found, strict=True))
     assert runs == [2, 2, 2, 1]
+
+
+def test_lists_of_layers_are_those_that_the_planner_scans() -> None:
+    names: dict[str, Any] = {}
+    program, plan = tiny(dtype="float32", remat="full")
+    exec(export_plan(plan, "torchtitan", program, force=True), names)  # noqa: S102
+    block = lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())  # noqa: E731
+    model = torch.nn.ModuleDict()
+    model["listed"] = torch.nn.ModuleList(block() for _ in range(2))
+    model["numbered"] = torch.nn.ModuleDict({str(number): block() for number in range(2)})
+    model["named"] = torch.nn.ModuleDict({"first": block(), "last": block()})
+    model["repeated"] = torch.nn.Sequential(block(), block())
+    model["single"] = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    assert list(names["layer_lists"](model)) == ["listed", "numbered", "repeated"]
 
 
 def test_dots_saves_what_the_backward_pass_needs() -> None:

@@ -226,7 +226,11 @@ class PlannedFunction:
         key = (extracted.key, call.key, tree, tuple((leaf.shape, leaf.dtype, leaf.weak_type) for leaf in abstract))
         if key not in self._compiled:
             make = self._staged if self.application.plan.by_stage else self._planned
-            self._compiled[key] = make(call, tree.unflatten(abstract))
+            # Explicit axes of a mesh around the call would put shardings into the trace of arrays that have none.
+            around = jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+            apart = around and all(in_type(leaf) is None for leaf in leaves)
+            with jax.set_mesh(self.application.mesh) if apart else contextlib.nullcontext():
+                self._compiled[key] = make(call, tree.unflatten(abstract))
         return self._compiled[key], extracted.args
 
     def _planned(self, call: PositionalCall, abstract: tuple[Any, ...]) -> "_Compiled":

@@ -9,7 +9,7 @@ import numpy as np
 
 from autoshard import mlir
 from autoshard.exec.apply.jax_application import Application, compile_lowered
-from autoshard.exec.run.planned_steps import host_copy, place_copy
+from autoshard.exec.run.planned_steps import host_copy, is_key, place_copy
 from autoshard.exec.run.result_check import EXACT, Check, compare
 from autoshard.graph import TOP_K
 from autoshard.planning import Plan, Spec
@@ -42,6 +42,10 @@ def replicated(plan: Plan) -> Plan:
     )
 
 
+_BITS = "bitcast_convert"
+"""Name of the op that reads numbers as bits, or bits as numbers."""
+
+
 class ExactSteps:
     """Planned and unplanned step of a program in float64, which are compiled at the first comparison."""
 
@@ -64,6 +68,8 @@ class ExactSteps:
         functions = any(call.name != TOP_K for call in self._plan.calls)
         if functions or self._plan.host or self._plan.pipeline or not self._program.module:
             return "calls, host memory and stages have no float64 form"
+        if any(is_key(leaf) for leaf in leaves):
+            return "typed random keys have no float64 form"
         wide = [_wide(leaf) for leaf in leaves]
         try:
             with jax.enable_x64(True):
@@ -75,6 +81,8 @@ class ExactSteps:
                 )
         except Exception as error:  # MLIR, XLA and JAX each refuse in their own words what has no form in float64
             self._steps = None
+            if _BITS in str(mlir.parse_module(self._program.module)):
+                return "the step reads the bits of numbers, as random draws do, which has no float64 form"
             return next(iter(str(error).splitlines()), "") or type(error).__name__
         return compare(self._program, planned, unplanned, EXACT, wide), unplanned
 

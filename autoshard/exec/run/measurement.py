@@ -183,6 +183,10 @@ _Step = Callable[[tuple[Any, ...]], list[Any]]
 """Unplanned step: maps its arguments to host arrays of its flat results."""
 
 
+_CALLBACK = "python_cpu_callback"
+"""Part of the name of the custom call with which JAX runs a Python function on the host."""
+
+
 def _check_edges(
     program: Program,
     planned: PlannedStep,
@@ -199,14 +203,16 @@ def _check_edges(
     - `made`: arguments of the ordinary step, from which the cases derive.
     - `seed`, `tolerance`: as in `measure`.
 
-    NaN is skipped (None) where collectives drop it.
+    NaN is skipped (None) where collectives drop it. Steps that call Python on the host skip it too, since an error on
+    one device would leave the others waiting.
     """
     import jax
 
     leaves, tree = jax.tree.flatten(made)
     checks: dict[str, Check | None] = {}
     for name, arguments in edge_arguments(program, leaves, seed).items():
-        if name == UNDEFINED and drops_nan(planned.compiled.as_text(), planned.platform):
+        text = planned.compiled.as_text() if name == UNDEFINED else ""
+        if text and (_CALLBACK in text or drops_nan(text, planned.platform)):
             checks[name] = None
             continue
         edge_args = tree.unflatten(arguments)

@@ -14,17 +14,18 @@ from autoshard.exports.torch_forms.parallel_styles import (
 )
 from autoshard.exports.torch_forms.split_calls import SPLIT_CALLS, SPLIT_IMPORTS, split_sentence, split_source
 from autoshard.exports.torch_forms.torch_code import plan_inputs, plan_parameters
-from autoshard.exports.torch_forms.torch_recipe import mixed_code, recipe_lacks, recompute_code
+from autoshard.exports.torch_forms.torch_recipe import LAYER_LISTS, LIST_TYPES, mixed_code, recipe_lacks, recompute_code
 from autoshard.planning import Plan, Rest, module_pattern
 
 
 _FSDP2 = '''
 {functools}import re
+from collections import Counter
 
 {imports}from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import {mixed_import}fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.nn import ModuleList, Parameter
+from torch.nn import {list_types}, Parameter
 
 MESH = {mesh!r}
 {parameters}
@@ -36,13 +37,13 @@ def make_mesh(device_type):
 def _dims(name):
     """The dim that FSDP splits and gathers before use, and the one that `tensor` splits; None for none."""
     for pattern, dims in PARAMETERS.items():
-        if re.match(pattern, name):
+        if re.match(pattern, name.removeprefix("base_model.model.")):  # PEFT's model around the planned one
             return dims
     raise KeyError(f"the plan has no parameter {{name}}")
 
 
-{recompute}def shard(model, mesh, **options):
-    """Split a model's parameters as planned: every block of a `ModuleList` is gathered for itself, what else there is
+{lists}{recompute}def shard(model, mesh, **options):
+    """Split a model's parameters as planned: every block of a list of layers is gathered for itself, what else there is
     with the model. `options` are those of `fully_shard`, such as `mp_policy`."""
 {mixed}    names = {{}}
     made = {{}}
@@ -68,7 +69,7 @@ def _dims(name):
         dim = _dims(names[id(parameter)])[0]
         return None if dim is None else Shard(dim)
 
-{recomputes}    blocks = [block for each in model.modules() if isinstance(each, ModuleList) for block in each]
+{recomputes}    blocks = [block for each in layer_lists(model).values() for block in each.children()]
     for module in (*reversed(blocks), model):
         fully_shard(module, mesh=mesh[{group}], shard_placement_fn=place, **options)
 {whole}    return model
@@ -190,6 +191,8 @@ def fsdp2_text(plan: Plan, sentence: str) -> str:
     imports = SPLIT_IMPORTS if tensor else "import torch\n" if mixed else ""
     code = _FSDP2.format(
         functools="import functools\n" if recompute else "",
+        lists=LAYER_LISTS,
+        list_types=", ".join(LIST_TYPES),
         recompute=recompute,
         recomputes="    recompute(model)\n" if recompute else "",
         mixed=mixed,

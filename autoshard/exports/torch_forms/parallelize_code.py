@@ -14,7 +14,14 @@ from autoshard.exports.torch_forms.parallel_styles import (
     read_styles,
     sizes,
 )
-from autoshard.exports.torch_forms.torch_recipe import mixed_code, recipe_lacks, recompute_code
+from autoshard.exports.torch_forms.torch_recipe import (
+    LAYER_LISTS,
+    LIST_TYPES,
+    dtypes,
+    mixed_code,
+    recipe_lacks,
+    recompute_code,
+)
 from autoshard.exports.torch_forms.transformers_styles import read_transformers
 from autoshard.planning import Plan, Rest
 from autoshard.program import Program
@@ -83,7 +90,7 @@ for style, options in {{
 """Code of the styles of layers with their columns last."""
 
 _TORCHTITAN = '''
-{functools}{torch}from torch.distributed.device_mesh import init_device_mesh
+{functools}{counter}{torch}from torch.distributed.device_mesh import init_device_mesh
 {fsdp_import}{tensor_import}{nn_import}
 MESH = {mesh!r}
 
@@ -141,7 +148,7 @@ _TIED = """    tied = {{{rows}}}
         style = tied.get(first.removesuffix(".weight"))
         styles |= {{name.removesuffix(".weight"): style for name in others if style}}
 """
-_FSDP = """    blocks = [block for each in model.modules() if isinstance(each, ModuleList) for block in each]
+_FSDP = """    blocks = [block for each in layer_lists(model).values() for block in each.children()]
     for module in (*reversed(blocks), model):
         fully_shard(module, mesh=mesh[{group}], {place}**options)
 """
@@ -175,7 +182,9 @@ def transformers_text(plan: Plan, sentence: str, program: Program | None) -> str
         lacks = unpinned(plan, "every process computes its part of the batch", Rest.DTENSOR, local_batch=True)
     else:
         lacks = _lacks(plan, styles.tensor, styles.rules, styles.lacks)
-    lacks = (*lacks, *recipe_lacks(plan, recomputed=False, mixed=False))
+    # FSDP of transformers gathers in bfloat16 if it is asked to, and sums gradients in float32.
+    mixed = styles.gathers and styles.data > 1 and dtypes(plan) == ("bfloat16", "float32")
+    lacks = (*lacks, *recipe_lacks(plan, recomputed=False, mixed=mixed))
     groups = group_options = ""
     if styles.data > 1:
         lacks = (
@@ -187,7 +196,7 @@ def transformers_text(plan: Plan, sentence: str, program: Program | None) -> str
             lacks = (*lacks, f"`clip_grad_norm_` of torch, which takes gradients on one mesh; {clips}")
         kind = "fsdp" if styles.gathers else "dp_replicate"
         groups = _GROUPS.format(name=f"{kind}_size".upper(), size=styles.data)
-        group_options = f", {kind}_size={kind.upper()}_SIZE"
+        group_options = f", {kind}_size={kind.upper()}_SIZE" + ", fsdp_mixed_precision=True" * mixed
     own = any(style.startswith(COLUMNS_LAST) for style in styles.rules.values())
     both = styles.gathers and styles.tensor > 1
     experts = {name: repr(style) for name, style in styles.experts.items()}
@@ -231,7 +240,8 @@ def torchtitan_text(plan: Plan, sentence: str, program: Program | None) -> str:
     check_axes(plan, "torchtitan")
     recompute, mixed = recompute_code(plan), mixed_code(plan) if data else ""
     lacks = (*lacks, *recipe_lacks(plan, recomputed=True, mixed=data))
-    nn = ", ".join(["ModuleList"] * (data or bool(recompute)) + ["Parameter"] * tensor)
+    lists = data or bool(recompute)
+    nn = ", ".join([*(LIST_TYPES if lists else ()), *["Parameter"] * tensor])
     what = (["a model's layers over `tp`"] if tensor else []) + (["every block over `fsdp`"] if data else [])
     return head(plan, lacks, sentence) + _TORCHTITAN.format(
         mesh=(groups if data else {}) | ({"tp": tensor_parts} if tensor else {}),
@@ -247,9 +257,10 @@ def torchtitan_text(plan: Plan, sentence: str, program: Program | None) -> str:
         fsdp_import=f"from torch.distributed.fsdp import {'MixedPrecisionPolicy, ' if mixed else ''}fully_shard\n"
         if data
         else "",
-        functools="import functools\n\n" if recompute else "",
+        functools="import functools\n" if recompute else "",
+        counter="from collections import Counter\n\n" if lists else "",
         torch="import torch\n" if mixed else "",
-        recompute=recompute,
+        recompute=(LAYER_LISTS if lists else "") + recompute,
         recomputes="    recompute(model)\n" if recompute else "",
         mixed=mixed,
         nn_import=f"from torch.nn import {nn}\n",

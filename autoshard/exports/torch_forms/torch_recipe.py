@@ -6,6 +6,25 @@ from autoshard.program import Remat
 from autoshard.report.figures import largest_dtype
 
 
+LAYER_LISTS = '''def layer_lists(model):
+    """The lists of layers by name: each `ModuleList`, each `ModuleDict` of numbered keys, each `Sequential` of blocks
+    that repeat."""
+
+    def is_list(each):
+        kinds = Counter(map(type, each.children()))
+        blocks = any(True for child in each.children() for _ in child.children())
+        repeats = isinstance(each, Sequential) and blocks and min(kinds.values()) > 1
+        numbered = isinstance(each, ModuleDict) and len(each) > 0 and all(key[-1].isdigit() for key in each)
+        return isinstance(each, ModuleList) or numbered or repeats
+
+    return {name: each for name, each in model.named_modules() if is_list(each)}
+
+
+'''
+"""Code of a function that finds the layers which FSDP gathers one by one; the text has the names of `LIST_TYPES`."""
+LIST_TYPES = ("ModuleDict", "ModuleList", "Sequential")
+"""Classes of torch.nn that the code of `LAYER_LISTS` uses, besides `Counter`."""
+
 RECOMPUTE = '''RECOMPUTED = {parts!r}
 """Layers that compute their values again in the backward pass: policy and number, 0 for all that remain."""
 
@@ -35,9 +54,12 @@ def recompute(model):
 
         return create_selective_checkpoint_contexts(saved)
 
-    lists = {{name: each for name, each in model.named_modules() if isinstance(each, ModuleList)}}
+    config = getattr(model, "config", None)
+    if getattr(config, "use_cache", False):
+        config.use_cache = False  # a layer that runs again would fill its cache of keys again
+    lists = layer_lists(model)
     outer = [each for name, each in lists.items() if not any(name.startswith(other + ".") for other in lists)]
-    blocks = [block for each in outer for block in each]
+    blocks = [block for each in outer for block in each.children()]
     policies = [policy for policy, count in RECOMPUTED for _ in range(count or len(blocks))]
     for block, policy in zip(blocks, policies):
         if policy != "none":
@@ -46,7 +68,7 @@ def recompute(model):
 
 
 '''
-"""Code of a function that checkpoints layers as the plan chose; the text has `functools` and `ModuleList`."""
+"""Code of a function that checkpoints layers as the plan chose; the text has `functools` and `LAYER_LISTS`."""
 
 _MIXED = """    # Parameters are stored in {stored}, and gathered and computed with in {compute}.
     options = {{"mp_policy": MixedPrecisionPolicy(param_dtype=torch.{compute})}} | options
@@ -95,8 +117,8 @@ def recipe_lacks(plan: Plan, *, recomputed: bool, mixed: bool) -> tuple[str, ...
     microbatches = int(chosen_options(plan).get("microbatches") or 1)
     if microbatches > 1:
         lacks.append(
-            f"{microbatches} microbatches, which the figures count: call `backward` for each part of the batch, then "
-            "the optimizer."
+            f"{microbatches} microbatches, which the figures count: call `backward` on the loss of each part of the "
+            f"batch divided by {microbatches}, then the optimizer."
         )
     if any("cudnn" in call.name for call in plan.calls):
         lacks.append(

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from autoshard.cost import LANES
 from autoshard.graph import SMALL, Carry, Loop, Op, OpClass, OpGraph
-from autoshard.planning.price.evaluate import live_buffers
+from autoshard.planning.price.evaluate import live_buffers, tensor_spec
 from autoshard.planning.price.op_prices import OpPrices
 from autoshard.planning.price.step_ledger import Ledger
 from autoshard.planning.record.plan_parts import Unsure
@@ -44,6 +44,8 @@ _KINDS: Mapping[str, str] = {
 }
 """Kind of op -> its class. Matmuls, attention kernels and elementwise work are in the tables of decoders."""
 ROWS, NARROW_ROWS = "gathers and scatters", "gathers and scatters of narrow rows"
+EXTREMA = "maxima and minima of rows"
+"""Class of scatters that keep the largest or smallest row, as `jax.ops.segment_max` does."""
 RECURRENCES, SCANS, UNKNOWN_CALLS = "recurrences", "elementwise recurrences", "calls of unknown work"
 _UNARY = frozenset({"convert", "transpose", "reshape", "broadcast_in_dim"})
 """Ops that change the form of a weight, but not which layer it belongs to."""
@@ -83,6 +85,9 @@ def class_shares(ledger: Ledger, prices: OpPrices, step_s: float) -> dict[str, t
     class_of = _classes(model.graph)
     if not class_of:
         return {}
+    for number, name in class_of.items():
+        if name == ROWS and _row_shard(model, ledger.choices, model.graph.ops[number]) < LANES:
+            class_of[number] = NARROW_ROWS
     seconds: dict[str, float] = defaultdict(float)
     for (what, number), spent in prices.compute.items():
         if what == "op" and number in class_of:
@@ -178,13 +183,33 @@ def _class_of(graph: OpGraph, op: Op) -> str:
         known = op.flops or op.opaque.traffic or any(part in op.opaque.target for part in SMALL)
         return "" if known else UNKNOWN_CALLS
     if op.kind in ("gather", "scatter") and op.rule is not None:
-        rows, dims = (
-            (op.results[0], op.rule.results[0]) if op.kind == "gather" else (op.operands[-1], op.rule.operands[-1])
-        )
-        table, indices, moved = ({f for dim in each for f in dim} for each in (*op.rule.operands[:2], dims))
-        row = math.prod(op.rule.sizes[f] for f in (table & moved) - indices)
-        return "" if graph.tensors[rows].elements <= LANES else NARROW_ROWS if row < LANES else ROWS
+        if graph.tensors[_moved(op)[0]].elements <= LANES:
+            return ""
+        if op.name.endswith(("scatter-max", "scatter-min")):
+            return EXTREMA
+        return NARROW_ROWS if math.prod(op.rule.sizes[f] for f in _columns(op)) < LANES else ROWS
     return _KINDS.get(op.kind, "")
+
+
+def _moved(op: Op) -> tuple[int, tuple[tuple[int, ...], ...]]:
+    """Return the tensor of the rows that a gather reads or a scatter writes, and the factors of its dims."""
+    assert op.rule is not None
+    return (op.results[0], op.rule.results[0]) if op.kind == "gather" else (op.operands[-1], op.rule.operands[-1])
+
+
+def _columns(op: Op) -> set[int]:
+    """Return the factors of one row of a gather or scatter."""
+    assert op.rule is not None
+    table, indices, moved = ({f for dim in each for f in dim} for each in (*op.rule.operands[:2], _moved(op)[1]))
+    return (table & moved) - indices
+
+
+def _row_shard(model: Model, choices: NDArray[np.int64], op: Op) -> int:
+    """Return the elements of a row of a gather or scatter that one device holds."""
+    tensor, dims = _moved(op)
+    columns = _columns(op)
+    local = tensor_spec(model, choices, tensor).local_shape(model.graph.tensors[tensor].shape, dict(model.mesh.axes))
+    return math.prod(size for size, dim in zip(local, dims, strict=True) if columns.intersection(dim))
 
 
 def recurrent_dots(graph: OpGraph) -> frozenset[int]:

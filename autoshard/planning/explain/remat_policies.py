@@ -17,7 +17,7 @@ def planned_remat(plan: Plan) -> Remat | None:
     """
     options = plan.source.options if plan.source is not None else {}
     chosen = plan.recipe.chosen if plan.recipe is not None else {}
-    text = chosen.get("remat", options.get("remat"))
+    text = chosen.get("remat", options.get("remat", "none" if options.get("train") else None))
     return None if text is None else parse_remat(str(text))
 
 

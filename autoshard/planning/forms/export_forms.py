@@ -36,7 +36,7 @@ class HeldRemat(enum.StrEnum):
     BASES = "bases"
     """Policies without named values, each for a run of layers."""
     FIRST = "first"
-    """One policy, that of the first layer, for all layers."""
+    """One policy, that of the first layer, for all layers; layers cannot do without recomputation."""
     WHOLE = "whole"
     """Recomputation of everything in all layers, or of nothing."""
 
@@ -221,24 +221,26 @@ def parameter_of(state: str, shapes: Mapping[str, tuple[int, ...]], roles: Mappi
     """Return the parameter of an optimizer state; None if there is none, or if several match equally.
 
     First, the longest proper suffix of the state's dotted name that is a parameter of the same shape. Else, the
-    parameter of the same shape whose name shares the most last parts with the state's, at least one.
+    parameter of the same shape whose name shares the most last parts with the state's, at least one. Among several, the
+    one with the fewest parts counts: averages of parameters (`ema.params.up`) have more. A last part `value`, which
+    containers of Flax add, does not count.
 
     - `state`: name of the state.
     - `shapes`, `roles`: shapes and roles of all arguments by name.
     """
-    parts = state.split(".")
+    parts = state.removesuffix(".value").split(".")
     for start in range(1, len(parts)):
         name = ".".join(parts[start:])
         if roles.get(name) == "parameter" and shapes[name] == shapes[state]:
             return name
     # JAX steps name both by their paths: `params.up` and `opt_state.0.mu.up`.
     candidates = [
-        (len(_common_end(parts, name.split("."))), name)
+        ((len(_common_end(parts, own := name.removesuffix(".value").split("."))), -len(own)), name)
         for name, role in roles.items()
         if role == "parameter" and shapes[name] == shapes[state]
     ]
-    length, name = max(candidates, key=lambda pair: pair[0], default=(0, None))
-    return name if length and sum(each == length for each, _ in candidates) == 1 else None
+    best, name = max(candidates, key=lambda pair: pair[0], default=((0, 0), None))
+    return name if best[0] and sum(each == best for each, _ in candidates) == 1 else None
 
 
 def _common_end(a: list[str], b: list[str]) -> list[str]:

@@ -10,10 +10,18 @@ from autoshard.planning.record.spec import Spec, is_stacked, stack_names
 from autoshard.program import Program, Remat, parse_remat
 
 
+_MATMULS = "dots,keep=context"
+"""The policy that recomputes least in MaxText: `minimal_with_context`. Its `none` recomputes everything.
+
+Source: `get_remat_policy` of MaxText's decoders.
+"""
+
+
 def held_remat(form: Form, remat: Remat) -> Remat:
     """Return the recomputation that layers have in a form for that of a plan; `form.remat` decides.
 
-    Forms with `WHOLE` recompute every layer if the plan recomputes any.
+    Forms with `WHOLE` recompute every layer if the plan recomputes any. Forms with `FIRST` recompute at least what is
+    elementwise.
     """
     if form.remat is HeldRemat.ALL:
         return remat
@@ -21,7 +29,8 @@ def held_remat(form: Form, remat: Remat) -> Remat:
     if form.remat is HeldRemat.BASES:
         return Remat(bases)
     if form.remat is HeldRemat.FIRST:
-        return Remat(((str(remat.of(0)), 0),))
+        first = str(remat.of(0))
+        return Remat(((_MATMULS if first == "none" else first, 0),))
     return Remat((("full" if any(base != "none" for base, _ in bases) else "none", 0),))
 
 

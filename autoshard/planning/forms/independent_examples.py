@@ -122,9 +122,14 @@ def examples_sentence(plan: Plan, form: Form, program: Program | None, force: bo
     refusal = _scalars(form, {n: shape for n, shape in plan.shapes.items() if plan.roles[n] == Role.PARAMETER})
     if refusal and not force:
         raise FormError(f"{refusal}; or write it all the same with --force.")
-    if not form.gathers or program is None or not shares_examples(plan):
+    if not form.gathers or not shares_examples(plan):
         return ""
-    reduction = own_examples(program).reduction
+    if plan.source is not None and plan.source.is_configuration and "batch.labels" in plan.arguments:
+        return (
+            "The loss of transformers divides by the count of labels that are not -100. Each process divides by the "
+            "count of its own rows, which is the planned step if all counts are equal."
+        )
+    reduction = None if program is None else own_examples(program).reduction
     if reduction is None:
         return ""
     meeting = _meeting(form, reduction)

@@ -63,9 +63,10 @@ def price_form(plan: Plan, program: Program, form: Form, held: Program | None = 
     else:
         program = as_planned(held, plan)
         reading = analyse_program(program, topology)
-        model, choices = model_of(plan, program, reading), np.zeros(0, dtype=np.int64)
+        model, choices = None, np.zeros(0, dtype=np.int64)
         plan = plan_of_held(plan, program)
-    model = dataclasses.replace(model, eager=form.eager)
+    if model is None or model.eager != form.eager:
+        model = model_of(plan, program, dataclasses.replace(reading, eager=form.eager))
     if form.rest is Rest.MAXTEXT:
         free = lift_constraints(program)  # MaxText's own code has no constraint of this program
         if free is not program:
@@ -147,7 +148,7 @@ def plan_within(
             step = format_seconds(found.best.outcome.step_time_s)
             remedy = (
                 f"plan without `--for` (in Python `form`), which takes {step} a step, and `autoshard export` names the "
-                "constraint of a value with which the form holds such a plan"
+                "first values that lose a split, which a constraint in the step may keep"
             )
         raise InfeasibleError(
             f"no plan that the {form.name} form can hold fits into {limit} per device{least}; {remedy}."

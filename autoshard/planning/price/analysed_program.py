@@ -21,9 +21,7 @@ from autoshard.cost import (
 from autoshard.errors import UserError
 from autoshard.graph import (
     FusionRules,
-    Liveness,
     OpGraph,
-    Structure,
     analyse,
     build_structure,
     cached_graph,
@@ -44,7 +42,8 @@ from autoshard.planning.price.step_ledger import itemise
 from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.derived_axes import axis_parts_of, stage_axis
-from autoshard.planning.space.dim_groups import Groups, find_groups, tensor_groups
+from autoshard.planning.space.dim_groups import find_groups, tensor_groups
+from autoshard.planning.space.program_analysis import AnalysedProgram
 from autoshard.planning.space.user_constraints import Asked, Required, require
 from autoshard.program import WEIGHTS, Lifted, Program, Role, lift_constraints, lowered_for
 
@@ -54,22 +53,6 @@ LATE_IN_STAGES = frozenset({"v6e"})
 
 Evidence: docs/compiler_behaviour.md, "Late head gradients in pipelines".
 """
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class AnalysedProgram:
-    """Mesh-independent analysis of a program."""
-
-    graph: OpGraph
-    """Ops and tensors of the program."""
-    structure: Structure
-    """Clusters, heavy ops and the edges between decisions."""
-    liveness: Liveness
-    """Buffers and fusions, as the backend's compiler makes them."""
-    groups: Groups
-    """Dim groups of the program."""
-    eager: bool = False
-    """True if a framework runs the step op by op, so that no compiler recomputes values where memory is short."""
 
 
 def analyse_program(program: Program, where: Topology | str, kept: bool = False) -> AnalysedProgram:
@@ -184,7 +167,7 @@ def build_model(
     - `staged`: if True, a mesh axis `stage` is reserved for the stages of a pipeline, and is never cut.
     """
     where = (stage_axis(reading, mesh) if staged else None) or axis_parts_of(reading.groups, mesh) or mesh
-    graph, structure, liveness = reading.graph, reading.structure, reading.liveness
+    graph, liveness = reading.graph, reading.liveness
     if _defers_gradients(program, mesh, calibration):
         liveness = defer_weight_gradients(graph, liveness)
     if mesh.topology.chip.name in STORES_ROUNDED:
@@ -192,8 +175,8 @@ def build_model(
     if mesh.topology.traits.gpu_kernels and mesh.num_devices > 1:
         liveness = defer_filter_gradients(graph, liveness)
     program = lowered_for(program, mesh.topology.traits.platform)
-    model = price(program, graph, structure, liveness, where, memory_limit, calibration, tables)
-    return dataclasses.replace(model, eager=True) if reading.eager else model
+    own = dataclasses.replace(reading, liveness=liveness)
+    return price(program, own, where, memory_limit, calibration, tables)
 
 
 def _defers_gradients(program: Program, mesh: Mesh, calibration: Calibration | None) -> bool:
@@ -215,7 +198,7 @@ def reprice(plan: Plan, program: Program, reading: AnalysedProgram) -> tuple[Mod
     suit the model (an older or another version made it). Raises it also if the choices are not priced at the step time
     that the plan predicts, within a millionth.
     """
-    model = model_of(plan, program, reading)
+    model = model_of(plan, program, dataclasses.replace(reading, eager=plan.origin.eager))
     mesh = model.mesh
     stored = [int(word) if word.isdecimal() and len(word) < 10 else -1 for word in plan.choices.split()]
     choices = np.array(stored, dtype=np.int64)
@@ -244,8 +227,7 @@ def model_of(plan: Plan, program: Program, reading: AnalysedProgram) -> Model:
     figures = recorded_calibration(
         mesh.topology.chip.name, plan.provenance.get("learned"), plan.provenance.get("xla_flags")
     )
-    model = build_model(program, reading, mesh, plan.memory_limit_bytes, figures, staged=plan.origin.staged)
-    return dataclasses.replace(model, eager=plan.origin.eager)
+    return build_model(program, reading, mesh, plan.memory_limit_bytes, figures, staged=plan.origin.staged)
 
 
 def plan_bills(program: Program, plans: Sequence[Plan]) -> list[Bill]:

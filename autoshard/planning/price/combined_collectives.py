@@ -81,7 +81,7 @@ class _Group:
     """True if no work of other weights overlaps with the first one in that order."""
 
     @classmethod
-    def of(cls, key: _Key, members: Sequence[Reshard]) -> "_Group":
+    def of(cls, key: _Key, members: Sequence[Reshard], eager: bool) -> "_Group":
         """Return the group of one reshard for each of its tensors."""
         is_sum = key[0] == "sum"
         # A light op's tensor is its operand; the path has the factors of the result that is sent.
@@ -89,7 +89,7 @@ class _Group:
         ordered = sorted(members, key=lambda each: -each.op if is_sum else each.op)
         turns = {(each.source, each.tensor): place for place, each in enumerate(ordered)}
         sends = only_sums if is_sum else _only_gathers
-        return cls(sends, np.array(sizes, dtype=np.float64), turns, ordered[0].overlap in ALONE.values())
+        return cls(sends, np.array(sizes, dtype=np.float64), turns, not eager and ordered[0].overlap in ALONE.values())
 
     def overlap(self, each: Reshard, count: int) -> Overlap:
         """Return the overlap of one of `count` combined collectives: that of the first one if it is among them."""
@@ -101,9 +101,12 @@ class _Group:
 class CombinedCollectives:
     """Division of reshards into parts by the number of collectives that the compiler makes one of."""
 
-    def __init__(self, graph: OpGraph, axis_sizes: Sequence[int], tables: PartTables) -> None:
-        """Start for the tensors of a graph and a mesh of `axis_sizes`."""
-        self.graph, self.axes, self.tables = graph, axis_sizes, tables
+    def __init__(self, graph: OpGraph, axis_sizes: Sequence[int], tables: PartTables, eager: bool = False) -> None:
+        """Start for the tensors of a graph and a mesh of `axis_sizes`.
+
+        PyTorch's FSDP (`eager`) gathers and sums the weights of a block at once too, while the next block computes.
+        """
+        self.graph, self.axes, self.tables, self.eager = graph, axis_sizes, tables, eager
         self._wide: dict[tuple[int, int], tuple[Path, Path]] = {}
 
     def parts(self, reshards: Sequence[Reshard], role: Callable[[Reshard], str]) -> Iterator[Reshard]:
@@ -121,7 +124,7 @@ class CombinedCollectives:
         for key, each in zip(keys, reshards, strict=True):
             if key is not None:
                 ends[key].setdefault((each.source, each.tensor), each)
-        groups = {key: _Group.of(key, list(known.values())) for key, known in ends.items()}
+        groups = {key: _Group.of(key, list(known.values()), self.eager) for key, known in ends.items()}
         for key, each in zip(keys, reshards, strict=True):
             if key is None or len(groups[key].sizes) < 2:
                 yield each

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost import Calibration, Mesh
-from autoshard.graph import FactorKind, Liveness, Op, OpClass, OpGraph, Structure, is_batched, rounds_rows
+from autoshard.graph import FactorKind, Op, OpClass, is_batched, rounds_rows
 from autoshard.planning.price.combined_collectives import CombinedCollectives, PartTables
 from autoshard.planning.price.device_memory import fixed_bytes
 from autoshard.planning.price.node_prices import LARGE_SHARE, NodePricer
@@ -28,6 +28,7 @@ from autoshard.planning.space.overlap import (
     alone_between_loops,
     ends_of_step,
 )
+from autoshard.planning.space.program_analysis import AnalysedProgram
 from autoshard.planning.xla.axis_assignments import (
     PARTIAL,
     WHOLE,
@@ -47,9 +48,7 @@ from autoshard.program import Program
 
 def price(
     program: Program,
-    graph: OpGraph,
-    structure: Structure,
-    liveness: Liveness,
+    reading: AnalysedProgram,
     mesh: Mesh | AxisParts | StageAxis,
     memory_limit: int,
     calibration: Calibration | None = None,
@@ -57,17 +56,16 @@ def price(
 ) -> Model:
     """Price all nodes, reshards and memory of a program on a mesh.
 
-    - `program`, `graph`, `structure`, `liveness`: the program and its analysis for the backend of the mesh.
+    - `program`, `reading`: the program and its analysis for the backend of the mesh.
     - `mesh`: the mesh, or the record of its axes that are cut into parts, or of its `stage` axis.
     - `memory_limit`: bytes of one device.
     - `calibration`: default: the calibration of the mesh's chip.
     - `tables`: path tables of other programs that were priced with the same calibration; they are extended and trimmed.
     """
-    if isinstance(mesh, StageAxis):
-        parts, whole = mesh.parts, mesh
-    else:
-        parts, whole = (mesh, mesh.mesh) if isinstance(mesh, AxisParts) else (None, mesh)
-    model = _Pricer(tables, program, graph, structure, liveness, whole, memory_limit, parts, calibration).model()
+    parts = mesh.parts if isinstance(mesh, StageAxis) else mesh if isinstance(mesh, AxisParts) else None
+    whole = mesh.mesh if isinstance(mesh, AxisParts) else mesh
+    what = (program, reading.graph, reading.structure, reading.liveness, whole, memory_limit, parts, calibration)
+    model = _Pricer(tables, *what).model(reading.eager)
     if tables is not None:
         tables.trim()
     return model
@@ -128,10 +126,13 @@ class _Pricer(NodePricer):
         self.alone = alone_between_loops(self.graph, self.structure, self.stored, self.updated)
         self.first, self.last = ends_of_step(self.graph)
 
-    def model(self) -> Model:
+    def model(self, eager: bool) -> Model:
         """Build the model: nodes of clusters, then of heavy ops, then of copies, and the reshards. Buffers without a
         cluster, and tables of addresses, add up to its fixed bytes.
+
+        A framework that runs op by op (`eager`) sends the collectives of a block while the next one computes.
         """
+        self.sum_places.combines &= not eager
         cluster_node = tuple(range(len(self.structure.clusters)))
         self.add_clusters()
         for op in self.structure.heavy:
@@ -139,13 +140,13 @@ class _Pricer(NodePricer):
             self.add_heavy(self.graph.ops[op])
         copies = self.add_reshards(cluster_node)
         if self.mesh.topology.traits.separate_collective_buffers:
-            combined = CombinedCollectives(self.graph, self.axes, self.part_tables)
+            combined = CombinedCollectives(self.graph, self.axes, self.part_tables, eager)
             self.reshards = list(combined.parts(self.reshards, self.role))
         fixed = fixed_bytes(self.graph, self.structure, self.liveness, self.mesh.topology)
         return Model(
             self.program, self.graph, self.structure, self.liveness, self.mesh, self.collectives, self.compute,
             self.residency, self.padding, tuple(self.nodes), tuple(self.reshards), cluster_node, self.op_node, copies,
-            fixed, self.credited_tensors,
+            fixed, self.credited_tensors, eager,
         )  # fmt: skip
 
     def add_reshards(self, cluster_node: Sequence[int]) -> dict[tuple[int, int, int], int]:

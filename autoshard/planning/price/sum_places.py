@@ -26,6 +26,8 @@ class SumPlaces:
         """
         self.graph, self.structure, self.tables, self.axes = graph, structure, tables, collectives.mesh.sizes
         self.traits = collectives.mesh.topology.traits
+        self.combines = self.traits.separate_collective_buffers
+        """True if the small sums of a trip run together at its end; PyTorch's FSDP sums those of a block."""
         self.after = sums_after_loops(graph, structure) if self.traits.sums_after_loops else {}
         # The sum of a scatter is never staged over several axes, that of a matmul may be.
         alike = ADDED if not self.traits.stages or sum(size > 1 for size in self.axes) < 2 else ADDED[:1]
@@ -102,6 +104,6 @@ class SumPlaces:
             alone = summed.any(axis=2) & (np.where(summed, WHOLE, source) == target).all(axis=2)
             passed = (path.source_dims == path.passed_dims).all(axis=1)
             yield alone & passed[:, None], self.graph.loops[each.block].parent
-        if each.block >= 0 and self.traits.separate_collective_buffers and each.overlap != Overlap.NONE:
+        if each.block >= 0 and self.combines and each.overlap != Overlap.NONE:
             small = local_elements(path.target, path.factors, self.axes) * path.itemsize <= JOINED
             yield summed.any(axis=2) & small[None, :], each.block

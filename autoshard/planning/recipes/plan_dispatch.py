@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.planning.forms.export_forms import form_named
-from autoshard.planning.forms.held_recipes import check_remat
+from autoshard.planning.forms.held_recipes import check_remat, holds_remat
 from autoshard.planning.mesh.portfolio import PlanCandidate
 from autoshard.planning.plan_builder import PlanResult, Running, make_plan
 from autoshard.planning.recipes.recipe_search import plan_recipes
@@ -75,6 +75,8 @@ def _plan_source(source: NamedSource, options: Options, running: Running) -> Pla
     if is_by_stage(source.options, options.form):
         return _plan_by_stage(source, options, running)
     form = None if options.form is None else form_named(options.form)
+    if source.options.get("train") and source.options.get("remat") is None and not holds_remat(form, "none"):
+        source = dataclasses.replace(source, options={**source.options, "remat": AUTO})
     if source.options.get("remat") != AUTO:
         check_remat(form, source.options.get("remat"))
     own_choices = read_choices(source.text, source.entry)

@@ -73,7 +73,10 @@ def by_position(fn: Callable[..., Any], args: Sequence[Any], named: Mapping[str,
 
 
 def _options(fn: Any) -> dict[str, tuple[Any, ...]]:
-    """Return static and donated arguments of a `jax.jit` function by option (`static_argnums`); {} for another."""
+    """Return static and donated arguments of a `jax.jit` function by option (`static_argnums`); {} for another.
+
+    For an `nnx.jit` function they are its donated arguments alone.
+    """
     kept = getattr(fn, "call_options", None)
     if kept is not None:
         return kept
@@ -83,8 +86,10 @@ def _options(fn: Any) -> dict[str, tuple[Any, ...]]:
             option: tuple(at - shift for at in items if at >= shift) if option.endswith("argnums") else items
             for option, items in inner.items()
         }
-    info = getattr(fn, "_jit_info", None)
-    names = [f"{kind}_{what}" for kind in ("static", "donate") for what in ("argnums", "argnames")]
+    inner = getattr(fn, "jitted_fn", None)
+    info = getattr(fn if inner is None else inner, "_jit_info", None)
+    kinds = ("static", "donate") if inner is None else ("donate",)
+    names = [f"{kind}_{what}" for kind in kinds for what in ("argnums", "argnames")]
     return {name: tuple(getattr(info, name, ())) for name in names} if info is not None else {}
 
 

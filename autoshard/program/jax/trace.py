@@ -197,6 +197,7 @@ def trace(
         notes=(
             *notes,
             *sharding_notes(own),
+            *_explicit_notes(own),
             *offload_notes(lowered.jaxpr),
             *weak_type_notes(names, leaves, ties, lowered.jaxpr.out_avals),
         ),
@@ -205,6 +206,18 @@ def trace(
         lowerings=lowered.lowerings,
     )
     return on_host(program, host)
+
+
+def _explicit_notes(own: mlir.ConstraintCounts) -> tuple[str, ...]:
+    """Return a note on constraints that a mesh with explicit axes around the trace adds; empty without such a mesh."""
+    import jax
+
+    if not own.constraints or jax.sharding.AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
+        return ()
+    return (
+        "The trace was made under `jax.set_mesh` of a mesh with explicit axes, which puts constraints into it: trace "
+        "outside of it, or plan with ignore_constraints (--ignore-constraints), to leave the split to the planner.",
+    )
 
 
 def in_one_microbatch(program: Program) -> Program:

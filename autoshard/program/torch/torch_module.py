@@ -375,7 +375,7 @@ def torch_program(
         model_flops=model_flops or None,
         layers=len(function.layers),
         savable=tuple(function.savable),
-        block_classes=_block_classes(function.module),
+        block_classes=_block_classes(function),
         weights=function.weights(),
         make_args=make_args,
         exchange=function.exchange,
@@ -609,8 +609,7 @@ def _is_real(module: Any) -> bool:
     return bool(tensors) and all(t.device.type == "cpu" for t in tensors)
 
 
-def _block_classes(module: Any) -> tuple[str, ...]:
-    """Return the names of the classes of blocks in the outermost `ModuleList`s of a module, sorted."""
-    lists = {name: each for name, each in module.named_modules() if type(each).__name__ == "ModuleList"}
-    outermost = [each for name, each in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
-    return tuple(sorted({type(block).__name__ for each in outermost for block in each}))
+def _block_classes(function: TorchFunction) -> tuple[str, ...]:
+    """Return the names of the classes of a module's layers, sorted."""
+    modules = dict(function.module.named_modules())
+    return tuple(sorted({type(modules[name]).__name__ for name in function.layers}))

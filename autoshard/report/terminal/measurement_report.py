@@ -115,7 +115,7 @@ def _edge(name: str, figures: Mapping[str, Any] | None) -> Text:
     """
     inputs = f"inputs that have {_EDGES.get(name, name)}"
     if figures is None:
-        why = "collectives of CPUs drop it under max and min, in plain JAX as well"
+        why = "collectives of CPUs drop it under max and min, in plain JAX as well, and Python code may raise on it"
         return Text(f"Not compared for {inputs}: {why}", style="dim")
     passed = figures["passed"]
     text = Text("AGREES" if passed else "DIFFERS", style="bold green" if passed else "bold red")
@@ -154,7 +154,7 @@ def _check(figures: Mapping[str, Any]) -> Text:
         words += f"; {_listed(figures['noise'])} rounding noise alone, in both"
     text.append(words, style="not bold default")
     if figures.get("floor_note") and not rounding:
-        text.append(f"; no more, since {clean(figures['floor_note'], 200)}", style="not bold default")
+        text.append(f"; its own rounding is not known: {clean(figures['floor_note'], 200)}", style="not bold default")
     return text
 
 

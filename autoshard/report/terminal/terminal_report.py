@@ -143,6 +143,9 @@ def _step_words(plan: Plan, eager_s: float | None) -> str:
     prediction, compiled = plan.prediction, plan.compiled
     predicted_s, step_s = prediction.step_time_s, prediction.step_time_s
     words = f"{format_seconds(predicted_s)} ({plan.time_error_words})"
+    form = FORMS.get(plan.origin.form or "")
+    if form is not None and form.gathers and plan.origin.tokens and not eager_s:
+        words += ", with compiled ops: eager torch is not priced"
     if eager_s:
         words = f"{format_seconds(eager_s)} in eager torch, {format_seconds(predicted_s)} with compiled ops"
     source = ""

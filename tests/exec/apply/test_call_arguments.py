@@ -6,7 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 import autoshard
 from autoshard import UserError
@@ -129,6 +131,27 @@ def test_donation_is_that_of_jit(donation: Any) -> None:
     kept = jax.device_put(values()[0], run.shardings(params, x, 2)[0]) if params["w"].is_deleted() else params
     same(plan.jit(fn, donate_argnums=())(kept, x, 2), want)
     assert not kept["w"].is_deleted()
+
+
+@pytest.mark.parametrize("donation", [{"donate_argnums": (0, 1)}, {"donate_argnames": ("model", "optimizer")}])
+def test_donation_is_that_of_nnx(donation: Any) -> None:
+    def train(model: Any, optimizer: Any, x: Any) -> Any:
+        value, grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+        optimizer.update(model, grads)
+        return value
+
+    def made() -> tuple[Any, Any, Any]:
+        model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param), jnp.ones((8, 8))
+
+    fn = nnx.jit(train, **donation)
+    plan = autoshard.plan(autoshard.trace(fn, made()), topology="cpu:8", mesh={"data": 8})
+    assert {name.partition(".")[0] for name in plan.donated} == {"model", "optimizer"}
+    run, (model, *others), (alone, *apart) = plan.jit(fn), made(), made()
+    for _ in range(2):
+        before = model.kernel.get_value()
+        np.testing.assert_allclose(run(model, *others), nnx.jit(train)(alone, *apart), rtol=1e-5)
+    assert before.is_deleted()
 
 
 def trained(w: Any, key: Any, x: Any, rate: Any) -> Any:

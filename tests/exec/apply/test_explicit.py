@@ -50,6 +50,18 @@ def test_a_loop_has_the_types_of_jit(as_shapes: bool) -> None:
         assert untyped.sharding.mesh.abstract_mesh.explicit_axes == ("a", "d"), "of the context"
 
 
+def test_a_mesh_around_the_call_leaves_arrays_without_types_as_they_are() -> None:
+    step = lambda w, x: (w - x.T @ jnp.tanh(x @ w), jnp.tanh(x @ w).sum())  # noqa: E731
+    w, x = np.random.default_rng(0).standard_normal((2, 32, 32), dtype=np.float32)
+    plan = autoshard.plan(autoshard.trace(step, (w, x)), topology="cpu:8", mesh={"a": 2, "d": 4})
+    wanted = jax.jit(step)(w, x)
+    with jax.set_mesh(explicit(("a", 2), ("d", 4))):
+        found = plan.jit(step)(w, x)
+        program = autoshard.trace(jax.jit(lambda w: jnp.tanh(w) + 1), (jax.device_put(w, P("a")),))
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-4, atol=1e-5)
+    assert any("under `jax.set_mesh` of a mesh with explicit axes" in note for note in program.notes)
+
+
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("mesh", [{"d": 8}, {"data": 8}, {"data": 4, "model": 2}])
 def test_a_plan_without_types_of_its_own_gives_types_too(inside: bool, mesh: dict[str, int]) -> None:

@@ -56,6 +56,17 @@ def test_edges_have_ends_numbers_past_them_ties_and_nan():
     assert np.isnan(edges[UNDEFINED][0]).sum() == 1 and (edges[UNDEFINED][1] == 5).all()
 
 
+def test_nan_is_not_given_to_python_on_the_host():
+    def strict(x):
+        assert not np.isnan(x).any()
+        return x
+
+    fn = lambda x: jax.pure_callback(strict, jax.ShapeDtypeStruct((16, 8), jnp.float32), x) * 2  # noqa: E731
+    program, plan = planned(fn, X)
+    found = measure(program, plan, steps=1, warmup=0, check=True)
+    assert found.check.passed and found.edges[UNDEFINED] is None
+
+
 def test_the_check_sees_a_clamp_that_is_lost(monkeypatch: pytest.MonkeyPatch):
     program, plan = planned(crop, X, IDS, result="d,None")
     right = measure(program, plan, steps=1, warmup=0, check=True)

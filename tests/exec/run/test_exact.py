@@ -59,6 +59,21 @@ def test_a_fault_of_the_same_size_differs(monkeypatch: pytest.MonkeyPatch) -> No
     assert not check.is_rounding and not check.passed
 
 
+@pytest.mark.parametrize("typed", [True, False])
+def test_a_step_with_random_numbers_names_the_reason(typed: bool) -> None:
+    def step(w: Any, x: Any, key: Any) -> Any:
+        drawn = jax.random.normal(key if typed else jax.random.wrap_key_data(key), x.shape)
+        return ((x + drawn) @ w).sum()
+
+    key = jax.random.key(0) if typed else jax.random.PRNGKey(0)
+    program = trace(step, (f32(64, 64), f32(16, 64), jax.eval_shape(lambda: key)), name="drawing")
+    plan = autoshard.plan(program, topology="cpu:8", mesh="data=8")
+    compared = ExactSteps(program, plan).compare([np.ones((64, 64), "f4"), np.ones((16, 64), "f4"), key])
+    assert compared == ("typed random keys" if typed else "the step reads the bits of numbers, as random draws do,") + (
+        " have no float64 form" if typed else " which has no float64 form"
+    )
+
+
 def test_a_top_k_on_shards_is_compared_in_float64() -> None:
     program = trace(lambda w, x: jax.lax.top_k(x @ w, 4), (f32(64, 64), f32(16, 64)), name="best")
     pins = {program.arguments[0].name: "-,model", program.arguments[1].name: "data,-"}

@@ -43,6 +43,17 @@ def test_small_sums_of_a_trip_wait_for_its_end(width: int) -> None:
     assert summed.exposed_s == (pytest.approx(summed.seconds) if result <= JOINED else 0.0)
 
 
+def test_sums_of_pytorchs_fsdp_wait_for_no_trip() -> None:
+    """Compare forms: PyTorch sums a block's gradients while another block computes, and XLA's small sums wait."""
+    program = scanned(2048)
+    compiled, eager = (
+        make_plan(program, Options(topology="h100:8", mesh="data=8", form=form)).plan for form in (None, "fsdp2")
+    )
+    summed = [each for each in eager.prediction.collectives if each.kind == "reduce-scatter" and each.count == LAYERS]
+    assert summed and all(each.exposed_s < 0.01 * each.seconds for each in summed)
+    assert eager.prediction.exposed_comm_s < compiled.prediction.exposed_comm_s
+
+
 def test_a_gather_for_the_update_alone_is_exposed() -> None:
     plan = planned(scanned(1024), "h100:8", stack="-,data,-", state="-,-,-")
     gathers = [each for each in plan.prediction.collectives if each.kind == "all-gather"]
