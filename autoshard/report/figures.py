@@ -120,7 +120,7 @@ def recipe_line(plan: Plan) -> str:
 
     A decision that the plan neither records nor shows in the names of its ops is left out.
     """
-    options = {} if plan.source is None else dict(plan.source.options)
+    options = given = {} if plan.source is None else dict(plan.source.options)
     trained = {"remat": "none", "optimizer": "adamw"} if options.get("train") else {}
     if plan.source is not None and plan.source.is_configuration:
         options = trained | {"dtype": "bfloat16"} | options
@@ -132,7 +132,9 @@ def recipe_line(plan: Plan) -> str:
     scores = any(row.kind in ("exponential", "exp") for row in plan.ops) and not called
     attention = sorted(called) or (["attention in memory"] if options.get("attention") == "plain" and scores else [])
     words = [*attention]
-    words += [f"remat {remat_words(str(options['remat']))}"] if options.get("remat") else []
+    unasked = trained and plan.recipe is None and "remat" not in given
+    more = " since it fits (--remat auto looks for faster recipes)" if unasked else ""
+    words += [f"remat {remat_words(str(options['remat']))}{more}"] if options.get("remat") else []
     words += [f"{name} {value}" for name in ("microbatches", "host") if (value := options.get(name))]
     words += [f"LoRA {options['lora']}"] if options.get("lora") else []
     padding = str(options.get("pad") or "none")

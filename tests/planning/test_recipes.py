@@ -384,6 +384,6 @@ def test_layers_recompute_in_a_plan_for_maxtext() -> None:
     plan = autoshard.plan("hf:llama-tiny", form="maxtext", **given)
     assert plan.recipe is not None and not str(plan.recipe.chosen["remat"]).startswith("none")
     assert "remat_policy: " in export_plan(plan, "maxtext")
-    given["program_options"] = {**given["program_options"], "remat": "none"}
+    given |= {"program_options": {"train": True, "batch": 8, "seq": 128, "remat": "none"}}
     with pytest.raises(UserError, match="cannot hold --remat none: its layers would recompute by dots,keep=context"):
         autoshard.plan("hf:llama-tiny", form="maxtext", **given)

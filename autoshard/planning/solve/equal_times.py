@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from autoshard.planning.solve.problem_builder import Allowed
 from autoshard.planning.space.decision_model import Channel, Model, Reshard
+from autoshard.planning.xla.axis_assignments import WHOLE
 from autoshard.program import Role
 
 
@@ -17,7 +18,9 @@ SLACK_S = 1e-13
 """Seconds of a channel that count as rounding."""
 
 
-def with_least_memory(model: Model, choices: NDArray[np.int64], allowed: Allowed | None = None) -> NDArray[np.int64]:
+def with_least_memory(
+    model: Model, choices: NDArray[np.int64], allowed: Allowed | None = None, fed_s: float = 0.0
+) -> NDArray[np.int64]:
     """Return choices that take at most as long in every channel, and hold at most as much at every moment.
 
     Tensors whose slices are free are stored as they are used, for instance: a weight that each matmul takes in parts
@@ -25,8 +28,10 @@ def with_least_memory(model: Model, choices: NDArray[np.int64], allowed: Allowed
 
     - `choices`: alternative of every node; left as it is.
     - `allowed`: masks of the alternatives that may be chosen, by node.
+    - `fed_s`: seconds that a batch argument may cost in a channel to be split by its rows alone. Each host then loads
+      the rows of its own devices.
     """
-    search = _Leaner(model, choices.copy(), allowed or {})
+    search = _Leaner(model, choices.copy(), allowed or {}, fed_s)
     for _ in range(ROUNDS):
         if not any([search.improve(node) for node in search.holders]):
             break
@@ -36,9 +41,9 @@ def with_least_memory(model: Model, choices: NDArray[np.int64], allowed: Allowed
 class _Leaner:
     """Choices under improvement, with the reshards of each node."""
 
-    def __init__(self, model: Model, choices: NDArray[np.int64], allowed: Allowed) -> None:
+    def __init__(self, model: Model, choices: NDArray[np.int64], allowed: Allowed, fed_s: float) -> None:
         """Index the reshards; `holders` are the nodes with memory, those with most first."""
-        self.model, self.choices, self.allowed = model, choices, allowed
+        self.model, self.choices, self.allowed, self.fed_s = model, choices, allowed, fed_s
         self.reshards: dict[int, list[Reshard]] = defaultdict(list)
         for reshard in model.reshards:
             self.reshards[reshard.source].append(reshard)
@@ -47,10 +52,17 @@ class _Leaner:
             number: np.stack([t.usage for t in node.memory]) for number, node in enumerate(model.nodes) if node.memory
         }
         batch = {
-            model.cluster_node[model.structure.cluster_of[tensor]]
+            model.cluster_node[model.structure.cluster_of[tensor]]: model.structure.dims_of[tensor][0]
             for tensor, argument in zip(model.graph.arguments, model.program.arguments, strict=True)
             if argument.role == Role.BATCH and model.structure.cluster_of[tensor] >= 0
         }
+        self.by_rows = {
+            number: ((states == WHOLE) | (states == rows)).all(axis=1)
+            for number, rows in batch.items()
+            if rows >= 0
+            for states in [model.nodes[number].states]
+        }
+        """Masks of the alternatives that split no dim of a batch argument but the first, by node."""
         # Devices that share one machine read one copy of a batch, however it is split. Others are sent their parts.
         if model.mesh.topology.traits.shares_machine:
             self.usages = {number: usage for number, usage in self.usages.items() if number not in batch}
@@ -67,8 +79,10 @@ class _Leaner:
         if not len(candidates):
             return False
         followers = self._followers(number, candidates)
+        rows = self.by_rows.get(number, np.zeros(len(usage[0]), dtype=bool))[candidates]
         for moving in ({}, followers) if followers else ({},):
-            equal = candidates[self._no_later({number: candidates, **moving})]
+            later = self._later({number: candidates, **moving})
+            equal = candidates[(later <= SLACK_S) | ((later <= self.fed_s) & rows)]
             if len(equal):
                 best = int(equal[np.argmin(usage[:, equal].sum(axis=0))])
                 place = int(np.flatnonzero(candidates == best)[0])
@@ -103,8 +117,8 @@ class _Leaner:
                 following[reshard.target] = free[same.argmax(axis=1)]
         return following
 
-    def _no_later(self, changes: Mapping[int, NDArray[np.int64]]) -> NDArray[np.bool_]:
-        """Return a mask of the changes that take at most as long in every channel; forbidden pairs are not among them.
+    def _later(self, changes: Mapping[int, NDArray[np.int64]]) -> NDArray[np.float64]:
+        """Return the most seconds that each change adds in a channel; infinity for forbidden pairs.
 
         `changes` has for each node that changes its alternatives, one for each change.
         """
@@ -125,9 +139,8 @@ class _Leaner:
                     fine &= ~reshard.forbidden[rows, columns]
                 for channel, table in reshard.costs.items():
                     later[channel] += reshard.trips * (table[rows, columns] - table[row, column])
-        for seconds in later.values():
-            fine &= seconds <= SLACK_S
-        return fine
+        most = np.max([*later.values(), np.zeros(count)], axis=0)
+        return np.where(fine, most, np.inf)
 
     def _ends(
         self, reshard: Reshard, changes: Mapping[int, Sequence[int] | NDArray[np.int64]], count: int
