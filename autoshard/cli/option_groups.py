@@ -106,7 +106,7 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
         metavar="S",
         help="schedule of a pipeline: gpipe (the default), circular:2 (two chunks of layers a stage) or circular (a "
         "chunk for each layer); with a program for each stage, of torch modules or marked JAX steps: 1f1b, or "
-        "interleaved:2 (two chunks)" + best,
+        "interleaved:2 (two chunks); zero-bubble for JAX" + best,
     )
     group.add_argument(
         "--host",

@@ -102,11 +102,11 @@ def padding(text: str) -> str:
 
 def schedule(text: str) -> str:
     """Check a pipeline schedule and return its canonical name: `interleaved:2` for `interleaved`."""
-    from autoshard.cost import make_schedule
+    from autoshard.cost import ZERO_BUBBLE, make_schedule
     from autoshard.program import check_schedule
 
     try:
-        if text.partition(":")[0] in ("1f1b", "interleaved"):
+        if text.partition(":")[0] in ("1f1b", "interleaved", ZERO_BUBBLE):
             return str(make_schedule(text, 2, 2))
         return check_schedule(text)
     except UserError as error:

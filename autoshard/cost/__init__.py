@@ -62,6 +62,7 @@ from autoshard.cost.observations import Observation as Observation
 from autoshard.cost.observations import compiler_version as compiler_version
 from autoshard.cost.observations import content_hash as content_hash
 from autoshard.cost.pipeline_schedules import SCHEDULES as SCHEDULES
+from autoshard.cost.pipeline_schedules import ZERO_BUBBLE as ZERO_BUBBLE
 from autoshard.cost.pipeline_schedules import Schedule as Schedule
 from autoshard.cost.pipeline_schedules import StageWork as StageWork
 from autoshard.cost.pipeline_schedules import Timetable as Timetable

@@ -1,7 +1,8 @@
 """Schedules of pipelines as data: the order and times of each stage's work, its idle time, and its live values.
 
 Sources: GPipe: Huang et al., arXiv 1811.06965. 1F1B: Narayanan et al., arXiv 1806.03377 (its schedule without stale
-weights, 2006.09503). Interleaved: Narayanan et al., arXiv 2104.04473, section 2.2. Circular: Xu et al., GSPMD, arXiv
+weights, 2006.09503). Interleaved: Narayanan et al., arXiv 2104.04473, section 2.2. Zero-bubble: Qi et al., arXiv
+2401.10241, the schedule ZB-H1. Circular: Xu et al., GSPMD, arXiv
 2105.04663, section 3.3, the schedule of one SPMD program. In every tick all stages compute at once, needed or not.
 
 A stage has `rounds` chunks of layers, and chunks are numbered in the order of the layers: chunk `c` is on stage `c %
@@ -17,7 +18,9 @@ from autoshard.errors import UserError
 
 
 # Names of schedules that `make_schedule` reads.
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "circular")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "circular")
+ZERO_BUBBLE = "zero-bubble"
+"""The schedule that computes gradients of weights apart from those of activations."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,6 +33,8 @@ class Schedule:
     - `gpipe`: all forward, then all backward.
     - `1f1b`: one forward, one backward, as soon as the last stage has had the first microbatch.
     - `interleaved`: 1F1B with several chunks a stage.
+    - `zero-bubble`: 1F1B whose gradients of weights wait until a stage would idle, within the memory of 1F1B's first
+      stage.
     - `circular`: all forward, then all backward, with several chunks a stage.
     """
     stages: int
@@ -53,8 +58,12 @@ class Schedule:
 
     @property
     def bubble(self) -> float:
-        """Share of the time in which a stage idles, if all chunks take equally long and hand-overs take no time."""
-        return (self.stages - 1) / self.ticks
+        """Share of the time in which a stage idles, if all chunks take equally long and hand-overs take no time.
+
+        With `zero-bubble` the gradients of weights are assumed to take a third of the time.
+        """
+        idle = (self.stages - 1) / (3 if self.name == ZERO_BUBBLE else 1)
+        return idle / (self.microbatches * self.rounds + idle)
 
     def in_flight(self, stage: int) -> int:
         """Return the most microbatches whose values a stage stores at once for the backward pass.
@@ -67,6 +76,8 @@ class Schedule:
             return self.ticks
         if self.name == "gpipe":
             return work
+        if self.name == ZERO_BUBBLE:
+            return min(self.stages, work)
         return min(_ahead(self, stage) + 1, work)
 
     def __str__(self) -> str:
@@ -79,7 +90,7 @@ class Schedule:
 
 
 def make_schedule(text: str, stages: int, microbatches: int) -> Schedule:
-    """Return the schedule with this name: `gpipe`, `1f1b`, `interleaved:2` or `circular:2`.
+    """Return the schedule with this name: `gpipe`, `1f1b`, `zero-bubble`, `interleaved:2` or `circular:2`.
 
     The number, at least 2, is that of chunks in a stage; `interleaved` alone has 2, and `circular` alone is refused.
     Schedules with chunks need a multiple of `stages` microbatches. Only `circular` works in ticks. Raises: UserError,
@@ -87,10 +98,10 @@ def make_schedule(text: str, stages: int, microbatches: int) -> Schedule:
     """
     name, _, number = text.partition(":")
     turns = int(number) if number.isdecimal() else 2 if text == "interleaved" else 0
-    if text not in ("gpipe", "1f1b") and (name not in ("interleaved", "circular") or turns < 2):
+    if text not in ("gpipe", "1f1b", ZERO_BUBBLE) and (name not in ("interleaved", "circular") or turns < 2):
         raise UserError(
-            f"schedule `{text}` is not known; use gpipe, 1f1b, interleaved:2 or circular:2 (two chunks of layers in a "
-            "stage)."
+            f"schedule `{text}` is not known; use gpipe, 1f1b, zero-bubble, interleaved:2 or circular:2 (two chunks of "
+            "layers in a stage)."
         )
     if stages < 1:
         raise UserError(f"{stages} stages cannot be; 1 is no pipeline.")
@@ -109,7 +120,10 @@ def make_schedule(text: str, stages: int, microbatches: int) -> Schedule:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StageWork:
-    """One piece of work of a stage: forward or backward of one microbatch through one of its chunks."""
+    """One piece of work of a stage: forward or backward of one microbatch through one of its chunks.
+
+    With `zero-bubble`, the gradients of its weights are a piece of their own.
+    """
 
     chunk: int
     """Number of the chunk over all stages, in the order of the layers."""
@@ -120,6 +134,8 @@ class StageWork:
     start_s: float
     """Seconds from the begin of the step."""
     end_s: float
+    weights: bool = False
+    """True for the gradients of weights alone; `backward` is True too."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -169,6 +185,7 @@ def timetable(
     backward_s: float | Sequence[float] | None,
     hand_over_s: float | Sequence[float] = 0.0,
     pause_s: float = 0.0,
+    weights_s: float | Sequence[float] = 0.0,
 ) -> Timetable:
     """Compute the time of every piece of work of a schedule.
 
@@ -182,6 +199,7 @@ def timetable(
     - `hand_over_s`: seconds between the end of a chunk and the begin of the next, one figure or one for each pair of
       successive chunks. The backward pass has the same hand-overs.
     - `pause_s`: seconds between the passes of stages that work in ticks; other stages ignore it.
+    - `weights_s`: part of `backward_s` that computes gradients of weights; only `zero-bubble` computes it apart.
 
     A tick lasts as long as the longest chunk and the longest hand-over. Raises: ValueError for another number of times.
     """
@@ -189,7 +207,8 @@ def timetable(
     backward = None if backward_s is None else _each(backward_s, schedule.chunks, "backward")
     hand_overs = _each(hand_over_s, schedule.chunks - 1, "hand-over")
     if not schedule.in_ticks:
-        rows = _as_it_comes(schedule, forward, backward, hand_overs)
+        weights = _each(weights_s, schedule.chunks, "weights")
+        rows = _as_it_comes(schedule, forward, backward, hand_overs, weights)
         return Timetable(schedule, rows, max(row[-1].end_s for row in rows))
     rows = _in_ticks(schedule, forward, backward, hand_overs, pause_s)
     length = schedule.ticks * sum(max(times) + max(hand_overs, default=0.0) for times in (forward, backward) if times)
@@ -208,8 +227,9 @@ def _each(value: float | Sequence[float], count: int, what: str) -> Sequence[flo
     return value
 
 
-_Item = tuple[bool, int, int]
-"""One piece of work: True for backward, its chunk, its microbatch."""
+_FORWARD, _BACKWARD, _WEIGHTS = range(3)
+_Item = tuple[int, int, int]
+"""One piece of work: its kind, its chunk, its microbatch."""
 
 
 def _ahead(schedule: Schedule, stage: int) -> int:
@@ -226,16 +246,22 @@ def _order(schedule: Schedule, stage: int, train: bool) -> Iterator[_Item]:
     """Yield the work of a stage in order; without `train` the forward work alone."""
     turns = _turns(schedule, stage)
     if not train:
-        yield from ((False, chunk, part) for chunk, part in turns)
+        yield from ((_FORWARD, chunk, part) for chunk, part in turns)
         return
     last = schedule.rounds - 1
     mirrored = [(stage + (last - chunk // schedule.stages) * schedule.stages, part) for chunk, part in turns]
     warm = min(_ahead(schedule, stage), len(turns))
-    yield from ((False, *turn) for turn in turns[:warm])
+    apart = schedule.name == ZERO_BUBBLE
+    yield from ((_FORWARD, *turn) for turn in turns[:warm])
     for number, turn in enumerate(mirrored):
         if warm + number < len(turns):
-            yield False, *turns[warm + number]
-        yield True, *turn
+            yield _FORWARD, *turns[warm + number]
+        yield _BACKWARD, *turn
+        # A later stage holds fewer microbatches in flight, so it may leave as many more for later.
+        if apart and number >= stage:
+            yield _WEIGHTS, *mirrored[number - stage]
+    if apart:
+        yield from ((_WEIGHTS, *turn) for turn in mirrored[max(0, len(mirrored) - stage) :])
 
 
 def _turns(schedule: Schedule, stage: int) -> list[tuple[int, int]]:
@@ -252,9 +278,16 @@ def _turns(schedule: Schedule, stage: int) -> list[tuple[int, int]]:
 
 
 def _as_it_comes(
-    schedule: Schedule, ahead: Sequence[float], back: Sequence[float] | None, hand: Sequence[float]
+    schedule: Schedule,
+    ahead: Sequence[float],
+    back: Sequence[float] | None,
+    hand: Sequence[float],
+    weights: Sequence[float],
 ) -> tuple[tuple[StageWork, ...], ...]:
     """Return the work of each stage, each piece started as soon as its stage is free and its inputs have arrived."""
+    apart = schedule.name == ZERO_BUBBLE
+    passed = [each - own if apart else each for each, own in zip(back or ahead, weights, strict=True)]
+    seconds = {_FORWARD: ahead, _BACKWARD: passed, _WEIGHTS: weights}
     orders = [list(_order(schedule, stage, back is not None)) for stage in range(schedule.stages)]
     rows: list[list[StageWork]] = [[] for _ in orders]
     done: dict[_Item, float] = {}
@@ -263,14 +296,14 @@ def _as_it_comes(
         before = waiting
         for order, row in zip(orders, rows, strict=True):
             while len(row) < len(order):
-                backward, chunk, part = item = order[len(row)]
+                kind, chunk, part = item = order[len(row)]
                 ready = _ready(item, done, hand, schedule.chunks)
                 if ready is None:
                     break
                 start = max(ready, row[-1].end_s if row else 0.0)
-                end = start + (back if backward and back is not None else ahead)[chunk]
+                end = start + seconds[kind][chunk]
                 done[item] = end
-                row.append(StageWork(chunk, part, backward, start, end))
+                row.append(StageWork(chunk, part, kind != _FORWARD, start, end, kind == _WEIGHTS))
                 waiting -= 1
         if waiting == before:
             raise AssertionError(f"the stages of {schedule} wait for one another")
@@ -279,16 +312,18 @@ def _as_it_comes(
 
 def _ready(item: _Item, done: dict[_Item, float], hand: Sequence[float], chunks: int) -> float | None:
     """Return the time at which the inputs of a piece of work have arrived; None if it is not known yet."""
-    backward, chunk, part = item
-    if not backward:
+    kind, chunk, part = item
+    if kind == _WEIGHTS:
+        return done.get((_BACKWARD, chunk, part))
+    if kind == _FORWARD:
         if chunk == 0:
             return 0.0
-        end = done.get((False, chunk - 1, part))
+        end = done.get((_FORWARD, chunk - 1, part))
         return None if end is None else end + hand[chunk - 1]
-    own = done.get((False, chunk, part))
+    own = done.get((_FORWARD, chunk, part))
     if chunk == chunks - 1 or own is None:
         return own
-    end = done.get((True, chunk + 1, part))
+    end = done.get((_BACKWARD, chunk + 1, part))
     return None if end is None else max(own, end + hand[chunk])
 
 
@@ -317,13 +352,15 @@ def _in_ticks(
 def _changes(row: Sequence[StageWork], sizes: Sequence[float]) -> Iterator[float]:
     """Yield the changes of a stage's live bytes in the order of time.
 
-    In a forward pass alone, the bytes of each piece of work are added and removed at once.
+    In a forward pass alone, the bytes of each piece of work are added and removed at once. Gradients of weights that
+    are computed apart need the values until then.
     """
     train = any(work.backward for work in row)
+    apart = any(work.weights for work in row)
     for work in row:
         if not train:
             yield sizes[work.chunk]
-        if work.backward or not train:
+        if not train or work.backward and work.weights == apart:
             yield -sizes[work.chunk]
-        else:
+        elif not work.backward:
             yield sizes[work.chunk]

@@ -7,7 +7,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.text import Text
 
 from autoshard.base.units import format_seconds
-from autoshard.cost import StageWork, Timetable
+from autoshard.cost import ZERO_BUBBLE, StageWork, Timetable
 from autoshard.planning import Plan, PlannedPipeline
 
 
@@ -22,7 +22,7 @@ HEIGHT, GAP = 22, 4
 LETTER = 1.0
 """Percent of the picture's width that a letter needs."""
 
-FORWARD, BACKWARD, BUBBLE = "█", "▒", "·"
+FORWARD, BACKWARD, WEIGHTS, BUBBLE = "█", "▒", "░", "·"
 
 
 def schedule_report(plan: Plan) -> RenderableType | None:
@@ -57,6 +57,7 @@ class _Drawn:
             (FORWARD, "cyan"),
             " forward of a microbatch   ",
             *([(BACKWARD, "blue"), " backward   "] if self.pipeline.trains else []),
+            *([(WEIGHTS, "blue"), " gradients of weights   "] if self.pipeline.schedule == ZERO_BUBBLE else []),
             (BUBBLE, "dim"),
             " bubble",
         )
@@ -74,6 +75,8 @@ def _row(drawn: Timetable, row: tuple[StageWork, ...], width: int) -> Text:
     for work in row:
         first, last = round(work.start_s * scale), round(work.end_s * scale)
         mark, style = (BACKWARD, "blue") if work.backward else (FORWARD, "cyan")
+        if work.weights:
+            mark = WEIGHTS
         for place in range(first, min(last, width)):
             cells[place] = (mark, style)
         if last - first >= 2:

@@ -158,7 +158,7 @@ def test_values_of_different_sizes_are_stored() -> None:
 @pytest.mark.parametrize(
     ("text", "stages", "microbatches", "sentence"),
     [
-        ("zigzag", 2, 4, "schedule `zigzag` is not known; use gpipe, 1f1b, interleaved:2 or circular:2"),
+        ("zigzag", 2, 4, "schedule `zigzag` is not known; use gpipe, 1f1b, zero-bubble, interleaved:2 or circular:2"),
         ("1f1b:2", 2, 4, "schedule `1f1b:2` is not known"),
         ("interleaved:0", 2, 4, "schedule `interleaved:0` is not known"),
         ("1f1b", 0, 4, "0 stages cannot be"),
@@ -176,3 +176,17 @@ def test_a_schedule_that_cannot_be_is_refused(text: str, stages: int, microbatch
     with pytest.raises(UserError, match=re.escape(sentence)):
         make_schedule(text, stages, microbatches)
     assert str(make_schedule("interleaved", 2, 4)) == "interleaved:2"
+
+
+@pytest.mark.parametrize(("stages", "count"), [(2, 4), (4, 8), (4, 16), (8, 8)])
+def test_zero_bubble_idles_a_third_and_holds_what_the_first_stage_of_1f1b_holds(stages: int, count: int):
+    """Compare with arXiv 2401.10241: ZB-H1 idles (p - 1) (F + B - W) where 1F1B idles (p - 1) (F + B + W)."""
+    made = timetable(make_schedule("zero-bubble", stages, count), 1, 2, weights_s=1)
+    one = timetable(make_schedule("1f1b", stages, count), 1, 2)
+    assert made.step_time_s == pytest.approx(3 * count + stages - 1) and made.step_time_s < one.step_time_s
+    assert made.bubble == pytest.approx(made.schedule.bubble)
+    assert max(made.in_flight) <= max(one.in_flight) == stages == made.schedule.in_flight(0)
+    for row in made.rows:
+        done = {(work.chunk, work.microbatch): work.end_s for work in row if work.backward and not work.weights}
+        late = [work for work in row if work.weights]
+        assert len(late) == count and all(work.start_s >= done[work.chunk, work.microbatch] for work in late)

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from autoshard.cost import ZERO_BUBBLE
 from autoshard.errors import UserError
 from autoshard.exec.apply.plan_agreement import check_arguments, check_results
 from autoshard.exec.apply.planned_lowering import PlacedPlan
@@ -50,10 +51,11 @@ class StagedStep:
         self.tree = jax.tree.structure(out)
         parameters = [number for number, name in enumerate(plan.arguments) if plan.roles[name] == "parameter"]
         chunks = _chunks(plan, segments.names)
-        self.split = split_step(less, whole, chunks, self.pipeline.stages, self.batch, parameters)
+        apart = self.pipeline.schedule == ZERO_BUBBLE
+        self.split = split_step(less, whole, chunks, self.pipeline.stages, self.batch, parameters, apart)
         self.donated = {v for v, own in zip(less.jaxpr.invars, donated, strict=True) if own}
         self.meshes = _stage_meshes(placed)
-        self.forward: dict[tuple[bool, int], _StageProgram] = {}
+        self.forward: dict[tuple[bool, bool, int], _StageProgram] = {}
         self.updates: list[_StageProgram] = []
         last_use = {v: number for number, part in enumerate(self.split.parts) for v in part.inputs}
         last_use |= dict.fromkeys((v for v in self.split.results if not hasattr(v, "val")), -1)  # returned as they are
@@ -62,7 +64,7 @@ class StagedStep:
             if part.part is Part.UPDATE:
                 self.updates.append(program)
             else:
-                self.forward[part.part is Part.BACKWARD, part.chunk] = program
+                self.forward[part.part is Part.BACKWARD, part.weights, part.chunk] = program
         table = self.pipeline.timetable()
         self.order = sorted((work for row in table.rows for work in row), key=lambda work: work.start_s)
 
@@ -116,7 +118,7 @@ class StagedStep:
 
         run = _Run(self, leaves)
         for work in self.order:
-            if (program := self.forward.get((work.backward, work.chunk))) is not None:
+            if (program := self.forward.get((work.backward, work.weights, work.chunk))) is not None:
                 run.microbatch(program, work.microbatch)
         run.reduce()
         for program in self.updates:

@@ -30,6 +30,8 @@ class PlannedChunk:
     """Bytes that one microbatch sends to later chunks."""
     update_s: float = dataclasses.field(default=0.0, metadata={"absent": 0.0})
     """Seconds of the work done once a step, after all microbatches: sums of gradients, and the optimizer."""
+    weights_s: float = dataclasses.field(default=0.0, metadata={"absent": 0.0})
+    """Part of `backward_s` that computes gradients of weights; 0 unless the schedule computes it apart."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,7 +80,8 @@ class PlannedPipeline:
         backward = [0.0 if chunk.backward_s is None else chunk.backward_s for chunk in self.chunks]
         between = [chunk.hand_over_s for chunk in self.chunks[:-1]]
         forward = [chunk.forward_s for chunk in self.chunks]
-        return timetable(self.order(), forward, backward if self.trains else None, between, self.between_s)
+        weights = [chunk.weights_s for chunk in self.chunks]
+        return timetable(self.order(), forward, backward if self.trains else None, between, self.between_s, weights)
 
     @property
     def trains(self) -> bool:

@@ -12,6 +12,11 @@ from autoshard.planning.xla.axis_assignments import WHOLE
 from autoshard.program import Role
 
 
+FED = 5e-4
+"""Share of a step, and of its memory, that a batch argument's split by rows may cost.
+
+The transfers that it saves have no price: hosts load a small batch while the step before runs.
+"""
 ROUNDS = 8
 """Most passes over all nodes; a change spreads from one node to the next in each."""
 SLACK_S = 1e-13

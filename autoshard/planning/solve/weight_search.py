@@ -13,7 +13,7 @@ from autoshard.base.workers import WorkerCrew
 from autoshard.planning.price.device_memory import lower_memory_targets, tight_seconds
 from autoshard.planning.price.evaluate import Outcome, evaluate
 from autoshard.planning.price.on_chip_memory import on_chip_room
-from autoshard.planning.solve.equal_times import with_least_memory
+from autoshard.planning.solve.equal_times import FED, with_least_memory
 from autoshard.planning.solve.mesh_solve import Solved, Terms, first_bound, first_messages, solve_tied, solve_within
 from autoshard.planning.solve.problem_builder import Weights, kept_of, least_bytes
 from autoshard.planning.solve.repeats import Repeats, find_repeats
@@ -179,13 +179,6 @@ def search(
     )
 
 
-FED = 5e-4
-"""Share of a step, and of its memory, that a batch argument's split by rows may cost.
-
-The transfers that it saves have no price: hosts load a small batch while the step before runs.
-"""
-
-
 def _leaner(model: Model, best: Candidate, required: Required, memory_limit: int) -> Candidate:
     """Return a candidate of the same time that holds least, see `with_least_memory`; `best` if none holds less.
 
@@ -196,8 +189,8 @@ def _leaner(model: Model, best: Candidate, required: Required, memory_limit: int
         if (choices == best.choices).all() or not required.holds(choices):
             continue
         leaner = evaluated_candidate(model, best.name, choices, evaluate(model, choices), memory_limit)
-        slower_s, larger = leaner.expected_s - best.expected_s, leaner.outcome.peak_bytes / best.outcome.peak_bytes - 1
-        if _rank(leaner) <= _rank(best) or (leaner.fits and slower_s <= 2 * fed_s and larger <= FED):
+        near = leaner.fits and leaner.expected_s <= best.expected_s + 2 * fed_s
+        if near and leaner.outcome.peak_bytes <= best.outcome.peak_bytes * (1 + FED) or _rank(leaner) <= _rank(best):
             return dataclasses.replace(leaner, weights=best.weights)
     return best
 

@@ -56,11 +56,13 @@ def segment_prices(
     """
     model, count = ledger.model, len(may_cut)
     places = _SegmentPlaces(model.graph, model.program.training, count)
-    seconds, exposed = np.zeros((3, count)), np.zeros((3, count))
-    for place, spent, waits in _spent(ledger, places):
+    seconds, exposed, weights = np.zeros((3, count)), np.zeros((3, count)), np.zeros(count)
+    once = places.summed_once()
+    for place, spent, op in _spent(ledger, places, once):
         part, segment = place
         seconds[part, segment] += spent
-        exposed[part, segment] += spent if waits else 0.0
+        exposed[part, segment] += spent if op is None else 0.0
+        weights[segment] += spent if op in once and part is Part.BACKWARD else 0.0
     sizes = _Sizes(model, ledger.choices)
     owners, tied = _owners(model, places)
     kinds = _fixed(model, sizes, owners, count, microbatches)
@@ -84,6 +86,7 @@ def segment_prices(
         kept_bytes=_kept(model, places, sizes, count),
         may_cut=cuttable,
         trains=model.program.training,
+        weights_s=weights,
         forbidden=_forbidden([use for use, _ in uses], count),
     )
     return SegmentPrices(costs, exposed, handed, kinds)
@@ -225,26 +228,26 @@ class _Sizes:
         return float(math.prod(local) * (record.itemsize if itemsize is None else itemsize))
 
 
-def _spent(ledger: Ledger, places: _SegmentPlaces) -> Iterator[tuple[Place, float, bool]]:
-    """Yield (place, seconds, waits) of all work in one step; `waits` is True for exposed communication.
+def _spent(ledger: Ledger, places: _SegmentPlaces, once: set[int]) -> Iterator[tuple[Place, float, int | None]]:
+    """Yield (place, seconds, op) of all work in one step; `op` is an id, -1 for a cluster, None for exposed traffic.
 
-    Hidden communication and host traffic are left out.
+    Hidden communication and host traffic are left out. `once` is the result of `summed_once`.
     """
-    model, once = ledger.model, places.summed_once()
+    model = ledger.model
     for row in ledger.rows:
         where, waits = row.where, bool(row.axes)
         spent = row.exposed_s if waits else row.step_s
         if spent <= 0 or row.kind == HOST:
             continue
         if isinstance(where, Reshard):
-            yield _reshard_place(model, where, places, once), spent, waits
+            yield _reshard_place(model, where, places, once), spent, None if waits else -1
         elif where.kind == "op":
             part, segment = places.place(where.ref)
             # Sums that run once belong to the update.
-            yield (Part.UPDATE if waits and where.ref in once else part, segment), spent, waits
+            yield (Part.UPDATE if waits and where.ref in once else part, segment), spent, None if waits else where.ref
         else:
             for place, share in _shares(model, where, places):
-                yield place, spent * share, False
+                yield place, spent * share, -1
 
 
 def _reshard_place(model: Model, reshard: Reshard, places: _SegmentPlaces, once: set[int]) -> Place:

@@ -12,6 +12,7 @@ seconds; F and B, those of all segments before it. No work reaches the stage bef
 - 1F1B and interleaved: F + M (f + b) + max(B, its update), and its idle time until its first microbatch returns. The
   stage begins at most n microbatches before that one returns.
 - GPipe: all segments once, and (M - 1) (f + b), as neither pass is faster than this stage.
+- Zero-bubble: F + M (f + b) + its update, as gradients of weights may be computed while others wait.
 - Several rounds: the 1F1B bound without idle time, where f and b are the sums over the stage's chunks so far.
 """
 
@@ -24,7 +25,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost import Schedule, Timetable, timetable
+from autoshard.cost import ZERO_BUBBLE, Schedule, Timetable, timetable
 
 
 LEAVES = 3000
@@ -58,6 +59,8 @@ class SegmentCosts:
     """True if a stage may begin with segment k [K]."""
     trains: bool = True
     """True if there is a backward pass."""
+    weights_s: Floats | None = None
+    """Part of `backward_s` that computes gradients of weights [K]; None for none."""
     forbidden: NDArray[np.bool_] | None = None
     """True for runs of segments i to j - 1 that may not be a chunk [K, K + 1]; None if every run may."""
 
@@ -116,7 +119,15 @@ def cut_timetable(costs: SegmentCosts, schedule: Schedule, begins: Sequence[int]
         [float(of[i:j].sum()) for i, j in zip(begins, ends, strict=True)] for of in (costs.forward_s, costs.backward_s)
     )
     between = [float(costs.hand_over_s[i - 1]) for i in begins[1:]]
-    return timetable(schedule, forward, backward if costs.trains else None, between)
+    weights = chunk_weights(costs, begins)
+    return timetable(schedule, forward, backward if costs.trains else None, between, weights_s=weights)
+
+
+def chunk_weights(costs: SegmentCosts, begins: Sequence[int]) -> list[float]:
+    """Return the seconds that each chunk of a cut spends on gradients of weights, for one microbatch."""
+    ends = [*begins[1:], len(costs.forward_s)]
+    own = np.zeros(len(costs.forward_s)) if costs.weights_s is None else costs.weights_s
+    return [float(own[i:j].sum()) for i, j in zip(begins, ends, strict=True)]
 
 
 def cut_seconds(costs: SegmentCosts, schedule: Schedule, begins: Sequence[int], made: Timetable | None = None) -> float:
@@ -291,6 +302,8 @@ class _Search:
             # The first microbatch passes through all stages; this stage then repeats its work for the others.
             hands = (schedule.stages - 1) * self.hand * (2 if self.costs.trains else 1)
             bound_s = self.forward[-1] + self.backward[-1] + hands + (count - 1) * (f + b)
+        elif schedule.name == ZERO_BUBBLE:
+            bound_s = self.forward[first] + stage * self.hand + count * (f + b) + update
         else:
             # The stage begins this many microbatches before the first one returns. It idles for the passes of the later
             # stages, less its own forward work on the other begun microbatches.

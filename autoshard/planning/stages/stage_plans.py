@@ -5,13 +5,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from autoshard.base.units import format_seconds
-from autoshard.cost import Schedule
+from autoshard.cost import ZERO_BUBBLE, Schedule
 from autoshard.planning.price.prediction import mfu
 from autoshard.planning.record.plan_parts import Collective, Prediction
 from autoshard.planning.record.planned_stages import PlannedChunk, PlannedPipeline
 from autoshard.planning.space.decision_model import Model
 from autoshard.planning.stages.segment_prices import SegmentPrices
-from autoshard.planning.stages.stage_cut import Cut, cut_timetable
+from autoshard.planning.stages.stage_cut import Cut, chunk_weights, cut_timetable
 from autoshard.program import Segments
 
 
@@ -31,10 +31,12 @@ def planned_stages(cut: Cut, schedule: Schedule, prices: SegmentPrices, names: l
     costs = prices.costs
     runs = list(zip(cut.begins, [*cut.begins[1:], len(costs.forward_s)], strict=True))
     limits = [j - 1 for _, j in runs]
+    weights = chunk_weights(costs, cut.begins) if schedule.name == ZERO_BUBBLE else [0.0] * len(runs)
     chunks = tuple(
         PlannedChunk(
             forward_s=float(costs.forward_s[i:j].sum()),
             backward_s=float(costs.backward_s[i:j].sum()) if costs.trains else None,
+            weights_s=own,
             modules=(names[i], names[j - 1]),
             kept_bytes=round(float(costs.kept_bytes[i, j])),
             fixed_bytes=round(float(costs.fixed_bytes[i:j].sum() + np.max(costs.working_bytes[i:j], initial=0))),
@@ -42,7 +44,7 @@ def planned_stages(cut: Cut, schedule: Schedule, prices: SegmentPrices, names: l
             handed_bytes=round(float(prices.handed_bytes[last])) if last < len(names) - 1 else 0,
             update_s=float(costs.update_s[i:j].sum()),
         )
-        for (i, j), last in zip(runs, limits, strict=True)
+        for (i, j), last, own in zip(runs, limits, weights, strict=True)
     )
     table = cut_timetable(costs, schedule, cut.begins)
     return PlannedPipeline(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from autoshard.base.units import format_bytes
-from autoshard.cost import Schedule, Topology, make_schedule, parse_mesh
+from autoshard.cost import ZERO_BUBBLE, Schedule, Topology, make_schedule, parse_mesh
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.planning.price.analysed_program import analyse_program, reprice
 from autoshard.planning.price.step_ledger import itemise
@@ -35,7 +35,7 @@ def is_by_stage(options: Mapping[str, Any], form: str | None) -> bool:
     They do so by the form of such an export, or by a schedule that only separate programs have.
     """
     name = str(options.get("schedule") or "").partition(":")[0]
-    return form == FORM_BY_STAGE or name in ("1f1b", "interleaved")
+    return form == FORM_BY_STAGE or name in ("1f1b", "interleaved", ZERO_BUBBLE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -190,12 +190,18 @@ class StageSearch:
             )
         return self._plan(self.best)
 
-    def _schedules(self, stages: int, count: int) -> Iterator[Schedule]:
+    def _schedules(self, stages: int, count: int, of_jax: bool) -> Iterator[Schedule]:
         """Yield the schedules that suit the numbers of stages and microbatches: the user's, or those of `SCHEDULES`.
 
-        Raises `UserError` if the user gave an unsuitable schedule and the number of microbatches.
+        JAX steps (`of_jax`) have the zero-bubble schedule too. Raises `UserError` if the user asked for it with a torch
+        module, or gave an unsuitable schedule and the number of microbatches.
         """
-        for text in [self.asked.schedule] if self.asked.schedule else SCHEDULES:
+        if self.asked.schedule == ZERO_BUBBLE and not of_jax:
+            raise UserError(
+                f"schedule `{ZERO_BUBBLE}` is for JAX steps; a torch module has gpipe, 1f1b or interleaved:2."
+            )
+        every = (*SCHEDULES, ZERO_BUBBLE) if of_jax else SCHEDULES
+        for text in [self.asked.schedule] if self.asked.schedule else every:
             try:
                 yield make_schedule(text, stages, count)
             except UserError:
@@ -231,7 +237,7 @@ class StageSearch:
             )
         if segments.module is None and self.options.form is not None:
             raise UserError(f"--for {self.options.form} takes torch modules; leave it out for {program.name}.")
-        schedules = list(self._schedules(stages, count))
+        schedules = list(self._schedules(stages, count, segments.module is None))
         places = sum(segments.may_cut)
         for rounds in {schedule.rounds for schedule in schedules}:
             if stages * rounds > places and (self.asked.schedule or rounds == 1):

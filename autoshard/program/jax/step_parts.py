@@ -28,6 +28,8 @@ class StepPart:
     """Variables that the equations use and do not compute."""
     outputs: tuple[Any, ...]
     """Variables that other parts use, or that the step returns."""
+    weights: bool = False
+    """True for a backward part that computes gradients of weights alone."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,7 +52,13 @@ class SplitStep:
 
 
 def split_step(
-    less: Any, whole: Any, chunks: Sequence[int], stages: int, batch: Collection[int], parameters: Collection[int]
+    less: Any,
+    whole: Any,
+    chunks: Sequence[int],
+    stages: int,
+    batch: Collection[int],
+    parameters: Collection[int],
+    apart: bool = False,
 ) -> SplitStep:
     """Split the trace of a step into the parts of its stages.
 
@@ -58,6 +66,7 @@ def split_step(
     - `chunks`: number of the chunk of each segment.
     - `stages`: number of stages; chunk c is on stage c % stages.
     - `batch`, `parameters`: positions of the arguments that are cut into microbatches, and of the trained ones.
+    - `apart`: True to put what no other microbatch's work waits for, gradients of weights, into parts of their own.
 
     Raises `UserError`, with the line, where the batch's result does not follow from those of its microbatches.
     """
@@ -68,6 +77,8 @@ def split_step(
         _part(part, chunk, [equations[k] for k in members])
         for (part, chunk), members in sorted(placed.members().items())
     ]
+    if apart:
+        parts = _with_weights_apart(parts)
     inputs = [less.jaxpr.invars[position] for position in sorted(batch)]
     owners = {v: part.chunk % stages for part in reversed(parts) if part.part is Part.FORWARD for v in part.inputs}
     once = [equations[k] for k in placed.once()]
@@ -182,6 +193,27 @@ def _part(part: Part, chunk: int, equations: Sequence[Any]) -> StepPart:
     made = _results(equations)
     inputs = dict.fromkeys(v for eqn in equations for v in eqn.invars if is_var(v) and v not in made)
     return StepPart(part, chunk, tuple(equations), tuple(inputs), tuple(made))
+
+
+def _with_weights_apart(parts: Sequence[StepPart]) -> list[StepPart]:
+    """Return the parts with each backward part in two: the work that other parts need, then the rest."""
+    found: list[StepPart] = []
+    for part in parts:
+        if part.part is not Part.BACKWARD:
+            found.append(part)
+            continue
+        needed = {v for other in parts if other is not part for v in other.inputs}
+        first, last = [], []
+        for eqn in reversed(part.equations):
+            if needed.isdisjoint(eqn.outvars):
+                last.append(eqn)
+            else:
+                first.append(eqn)
+                needed.update(v for v in eqn.invars if is_var(v))
+        found.append(_part(part.part, part.chunk, first[::-1]))
+        if last:
+            found.append(dataclasses.replace(_part(part.part, part.chunk, last[::-1]), weights=True))
+    return found
 
 
 def _results(equations: Sequence[Any]) -> dict[Any, None]:

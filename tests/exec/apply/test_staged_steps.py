@@ -111,7 +111,9 @@ def planned(name: str, folder: Path, mesh: str | None = None, **options: Any) ->
     [
         ("decoder", None, {"stages": 2, "schedule": "1f1b", "microbatches": 4}),
         ("decoder", "stage=2,data=2,model=2", {"stages": 2, "schedule": "interleaved:2", "microbatches": 4}),
+        ("decoder", None, {"stages": 4, "schedule": "zero-bubble", "microbatches": 8}),
         ("unet", None, {"stages": 2, "schedule": "1f1b", "microbatches": 8}),
+        ("unet", "stage=2,data=2,model=2", {"stages": 2, "schedule": "zero-bubble", "microbatches": 4}),
         ("unet", "stage=2,data=4", {"stages": 2, "schedule": "interleaved:2", "microbatches": 2}),
         ("classifier", None, {"stages": 4, "schedule": "1f1b", "microbatches": 4}),
     ],
@@ -127,6 +129,18 @@ def test_planned_stages_compute_what_one_device_computes(
         results, wanted = run(*ours), alone(*theirs)
         ours, theirs = ((*each[:2], args[2]) if len(args) == 3 else args for each in (results, wanted))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), results, wanted)
+
+
+def test_gradients_of_weights_fill_the_bubble(tmp_path: Path) -> None:
+    rows = {}
+    for schedule in ("1f1b", "zero-bubble"):
+        plan = planned("unet", tmp_path, **STAGED | {"schedule": schedule, "microbatches": 8})
+        assert plan.pipeline is not None
+        table = plan.pipeline.timetable()
+        rows[schedule] = table.step_time_s
+        weights = sum(work.weights for row in table.rows for work in row)
+        assert weights == (2 * 8 if schedule == "zero-bubble" else 0)
+    assert rows["zero-bubble"] <= rows["1f1b"]
 
 
 def test_each_stage_stores_its_own_parameters(tmp_path: Path) -> None:

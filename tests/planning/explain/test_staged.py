@@ -196,6 +196,11 @@ def test_no_cut_within_memory_is_refused(net: str, plan: Plan) -> None:
         autoshard.plan(net, topology="cpu:2", program_options=STAGED, memory_limit=limit)
 
 
+def test_torch_modules_have_no_zero_bubble(net: str) -> None:
+    with pytest.raises(UserError, match="schedule `zero-bubble` is for JAX steps"):
+        autoshard.plan(net, topology="cpu:2", program_options=STAGED | {"schedule": "zero-bubble"})
+
+
 def test_programs_in_jax_need_marks(tmp_path: Path) -> None:
     path = tmp_path / "step.py"
     path.write_text(
