@@ -269,8 +269,8 @@ def load_program(
         if pipeline is not None and not stacks:
             raise UserError(
                 f"`{entry}` in `{file}` has no layers that could be {pipeline.stages} stages: write the loop over them "
-                "as `autoshard.stack(layer, stacked_parameters, x)`, or mark them by autoshard.segment and add "
-                "--schedule 1f1b, or leave --stages out."
+                "as `autoshard.stack(layer, stacked_parameters, x)`, or leave --stages out. Layers that are marked by "
+                "autoshard.segment take --schedule 1f1b, interleaved:2 or zero-bubble."
             )
         return _on_host(in_stages(program, tuple(dict.fromkeys(stacks)), pipeline), host)
 

@@ -163,7 +163,11 @@ class PlannedFunction:
         functools.update_wrapper(self, fn, updated=())
 
     def lower(self, *args: Any, **named: Any) -> Any:
-        """Return the `jax.stages.Lowered` of the function for these arguments, with pins; nothing is cached."""
+        """Return the `jax.stages.Lowered` of the function for these arguments, with pins; nothing is cached.
+
+        Raises `UserError` for a plan with a program for each stage.
+        """
+        self.application.plan.check_one_step()
         call = by_position(self.fn, args, named)
         return self.application.lower(call.fn, call.args, self._donated(call))
 

@@ -18,6 +18,7 @@ from autoshard.exec.devices.local_devices import named_sharding
 from autoshard.planning import Plan
 from autoshard.program import Part, in_segments
 from autoshard.program.jax.gradient_groups import Reduction, Relation
+from autoshard.program.jax.step_checks import without_custom_gradients
 from autoshard.program.jax.step_parts import StepPart, closed_jaxpr, split_step
 
 
@@ -43,7 +44,7 @@ class StagedStep:
         leaves, tree = jax.tree.flatten(args)
         one = jax.tree.leaves(self._microbatch(leaves))
         check_arguments(plan, jax.tree_util.tree_flatten_with_path(tree.unflatten(one))[0])
-        with in_segments(self.pipeline.microbatches) as segments:
+        with in_segments(self.pipeline.microbatches) as segments, without_custom_gradients():
             less, out = jax.make_jaxpr(fn, return_shape=True)(*tree.unflatten(one))
         with in_segments(self.pipeline.microbatches):
             whole = jax.make_jaxpr(fn)(*args)
@@ -83,25 +84,24 @@ class StagedStep:
     def _compiled(self, part: StepPart, ends: set[Any]) -> "_StageProgram":
         """Return a part as a jitted function.
 
-        `ends` are inputs that no later part uses. The update donates them to results of their shape, if they are
-        values of the step or donated arguments. Results have the plan's specs, so updated state is placed as the
-        argument that it replaces.
+        `ends` are inputs that no later part uses. The update donates them to results of their shape, if the user
+        donates them. Results have the plan's specs, so updated state is placed as the argument that it replaces.
         """
         import jax
         from jax.extend.core import jaxpr_as_fun
 
         stage = part.chunk if part.part is Part.UPDATE else part.chunk % self.pipeline.stages
-        inputs, given = part.inputs, set(self.split.closed.jaxpr.invars)
+        inputs = part.inputs
         run = jaxpr_as_fun(closed_jaxpr(self.split.closed, part.equations, inputs, part.outputs))
-        specs = dict(zip(self.split.results, self.plan.results.values(), strict=True)) if part.outputs else {}
+        named = zip(self.split.results, self.plan.results.values(), strict=True)
+        specs = {v: spec for v, spec in named if not hasattr(v, "val")}
         shardings = [named_sharding(self.meshes[stage], specs[v]) if v in specs else None for v in part.outputs]
         room = collections.Counter((v.aval.shape, v.aval.dtype) for v in part.outputs)
         donate = []
         updated = inputs if part.part is Part.UPDATE else ()
-        # State of the user comes first, then gradients.
-        for number, v in sorted(enumerate(updated), key=lambda item: item[1] not in self.donated):
+        for number, v in enumerate(updated):
             kind = (v.aval.shape, v.aval.dtype)
-            if v in ends and (v in self.donated or v not in given) and room[kind]:
+            if v in ends and v in self.donated and room[kind]:
                 room[kind] -= 1
                 donate.append(number)
         return _StageProgram(jax.jit(run, out_shardings=shardings, donate_argnums=donate), stage, inputs, part.outputs)
@@ -113,9 +113,19 @@ class StagedStep:
         return [named_sharding(self.meshes[stage], spec) for stage, spec in zip(owners, specs, strict=True)]
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
-        """Run one step on flat arguments and return its results, each on the devices of its stage."""
+        """Run one step on flat arguments and return its results, each on the devices of its stage.
+
+        Raises `UserError` for an array that an earlier call consumed, and for one that is donated twice.
+        """
         import jax
 
+        donated: set[int] = set()
+        for name, v, leaf in zip(self.plan.arguments, self.split.closed.jaxpr.invars, leaves, strict=True):
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise UserError(f"`{name}` was donated to an earlier call, and is gone: pass what that call returned.")
+            if v in self.donated and id(leaf) in donated:
+                raise UserError(f"`{name}` is an array that is donated twice: pass a copy of it.")
+            donated.update([id(leaf)] if v in self.donated else [])
         run = _Run(self, leaves)
         for work in self.order:
             if (program := self.forward.get((work.backward, work.weights, work.chunk))) is not None:
@@ -202,14 +212,13 @@ class _Run:
         elif v not in self.totals:
             self.totals[v] = value
         elif kind is not Reduction.CONST:
-            # Another part may still read the first microbatch's value.
-            self.totals[v] = _sum(not self.uses[v])(self.totals[v], value)
+            self.totals[v] = _sum()(self.totals[v], value)
 
     def reduce(self) -> None:
         """Turn the totals into the values of the whole batch."""
         for v, total in self.totals.items():
             relation = self.split.summed[v]
-            self.values[v, None] = _whole(relation, total, self.step.pipeline.microbatches)
+            self.values[v, None] = _whole(relation, total, self.step.pipeline.microbatches, v.aval.dtype)
         self.totals.clear()
 
     def once(self, program: _StageProgram) -> None:
@@ -226,28 +235,36 @@ class _Run:
         return self.rows[v][0] if v in self.rows else self.values[v, None]
 
 
-def _whole(relation: Relation, total: Any, count: int) -> Any:
-    """Return the value of the batch from the total of its `count` microbatches, or from the list of their rows."""
+def _whole(relation: Relation, total: Any, count: int, dtype: Any) -> Any:
+    """Return the value of the batch, of a `dtype`, from the total of its `count` microbatches, or from their rows."""
     if relation.kind is Reduction.EACH:
         dim = 0 if relation.place is None else relation.place.dim
         return _joined(dim)(*total)
-    return _mean()(total, count) if relation.kind is Reduction.MEAN else total
+    divisor = count if relation.kind is Reduction.MEAN else 1
+    return total if divisor == 1 and total.dtype == dtype else _part(divisor, str(dtype))(total)
 
 
 @functools.cache
-def _sum(donated: bool) -> Callable[..., Any]:
-    """Return a jitted sum; its first operand may be donated."""
+def _sum() -> Callable[..., Any]:
+    """Return a jitted sum, in float32 of narrower floats."""
     import jax
 
-    return jax.jit(lambda total, value: total + value, donate_argnums=(0,) if donated else ())
+    return jax.jit(lambda total, value: total.astype(_wide(total.dtype)) + value.astype(_wide(value.dtype)))
+
+
+def _wide(dtype: Any) -> Any:
+    """Return float32 for a narrower float, and any other dtype as it is."""
+    import jax.numpy as jnp
+
+    return jnp.promote_types(dtype, "float32") if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 @functools.cache
-def _mean() -> Callable[..., Any]:
-    """Return a jitted quotient whose dividend is donated."""
+def _part(count: int, dtype: str) -> Callable[..., Any]:
+    """Return a jitted quotient by `count`, in `dtype`."""
     import jax
 
-    return jax.jit(lambda total, count: (total / count).astype(total.dtype), donate_argnums=0)
+    return jax.jit(lambda total: (total if count == 1 else total / count).astype(dtype))
 
 
 @functools.cache

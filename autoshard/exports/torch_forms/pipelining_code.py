@@ -76,6 +76,8 @@ def pipelining_text(plan: Plan, sentence: str) -> str:
         what = "is one program for all stages" if pipeline is not None else "has no stages"
         name = clean(plan.program_name)
         raise UserError(f"the plan of {name} {what}: plan a torch module with --stages 2 --for torch-pipelining.")
+    if plan.source is not None and plan.source.program.endswith(".py") and not plan.uses and not plan.origin.form:
+        raise UserError(f"the plan of {clean(plan.program_name)} is of a JAX step: run it by `plan.jit(step)`.")
     name = pipeline.schedule.partition(":")[0]
     if not pipeline.trains:
         if pipeline.rounds > 1:

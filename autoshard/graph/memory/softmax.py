@@ -23,6 +23,8 @@ from autoshard.graph.memory.operand_rounding import INSERTED
 from autoshard.graph.records import FactorKind, Op, OpClass, OpGraph, is_batched
 
 
+WIDE = 4
+"""Bytes of an element of the scores that a matmul's kernel turns into probabilities at once."""
 ROW = 2048
 """Longest row of scores that stays on chip until its softmax is done: fusion was observed at 2048, but not at 4096."""
 
@@ -62,6 +64,8 @@ class Softmax:
     """Traffic and buffers if every kernel recomputes the probabilities."""
     rounded: SoftmaxForm
     """Traffic and buffers if a kernel stores what the program rounds for several matmuls; others recompute the rest."""
+    narrow: bool = False
+    """True if the program computes with the scores in less than 32 bits, so that every kernel reads them rounded."""
 
     @property
     def credited_tensors(self) -> frozenset[int]:
@@ -152,7 +156,10 @@ def _softmax(graph: OpGraph, structure: Structure, cluster: Cluster, wide: Mappi
     kept = _rounded(region)
     rounded = _reach(region, lambda op, tensor, before: op.op_class is OpClass.HEAVY or tensor in kept)
     forms = _form(region, whole, wide, short), _form(region, again, {}), _form(region, rounded, {}, early=kept)
-    return Softmax(cluster.id, region.ops[0].loop, members, scores, rows, *forms)
+    # Scores that are widened first are computed wide by their matmul.
+    items = [graph.tensors[scores].itemsize, *(graph.tensors[op.results[0]].itemsize for op in graph.users[scores])]
+    narrow = items[0] < WIDE and min(items[1:]) < WIDE
+    return Softmax(cluster.id, region.ops[0].loop, members, scores, rows, *forms, narrow)
 
 
 def _rounded(region: _Region) -> set[int]:
@@ -162,9 +169,15 @@ def _rounded(region: _Region) -> set[int]:
     return {t for t in results if sum(is_batched(user) for user in region.graph.users[t]) > 1}
 
 
-def store_rounded(softmaxes: Iterable[Softmax]) -> tuple[Softmax, ...]:
-    """Return softmaxes of a compiler that stores rounded probabilities instead of recomputing them."""
-    return tuple(dataclasses.replace(softmax, recomputed=softmax.rounded) for softmax in softmaxes)
+def store_rounded(softmaxes: Iterable[Softmax], narrow: bool = False) -> tuple[Softmax, ...]:
+    """Return softmaxes of a compiler that stores rounded probabilities instead of recomputing them.
+
+    With `narrow` it does so for narrow scores alone.
+    """
+    return tuple(
+        dataclasses.replace(softmax, recomputed=softmax.rounded) if softmax.narrow or not narrow else softmax
+        for softmax in softmaxes
+    )
 
 
 def _summed(reduce: Op) -> dict[int, int]:

@@ -71,11 +71,12 @@ def analyse_program(program: Program, where: Topology | str, kept: bool = False)
     return shared("analysis", key, lambda: (program, _analysed(program, backend, alone, kept)), _ANALYSES)[1]
 
 
-STORES_ROUNDED = frozenset({"v5p"})
+STORES_ROUNDED = {"v5p": False, "v6e": True}
 """Chips whose compiler stores probabilities that the program rounds, for the matmuls of the forward and backward pass.
 
-Ten attention steps in bfloat16 had them for v5p, and none for v4, v5e and tpu7x. Steps for v6e had them with rows of
-2048 and heads of 64, but not with shorter rows or longer heads; they count as without.
+The value is True if only those of narrow scores count (`Softmax.narrow`). Ten attention steps in bfloat16 had them for
+v5p, and none for v4, v5e and tpu7x. Steps for v6e whose scores are narrow had them, eight of eight. With wide scores
+19 steps had them and 8 had not, by no rule that was found; they count as without.
 """
 
 _ANALYSES = 2
@@ -170,8 +171,9 @@ def build_model(
     graph, liveness = reading.graph, reading.liveness
     if _defers_gradients(program, mesh, calibration):
         liveness = defer_weight_gradients(graph, liveness)
-    if mesh.topology.chip.name in STORES_ROUNDED:
-        liveness = dataclasses.replace(liveness, softmaxes=store_rounded(liveness.softmaxes))
+    if (chip := mesh.topology.chip.name) in STORES_ROUNDED:
+        softmaxes = store_rounded(liveness.softmaxes, STORES_ROUNDED[chip])
+        liveness = dataclasses.replace(liveness, softmaxes=softmaxes)
     if mesh.topology.traits.gpu_kernels and mesh.num_devices > 1:
         liveness = defer_filter_gradients(graph, liveness)
     program = lowered_for(program, mesh.topology.traits.platform)

@@ -391,7 +391,7 @@ def solved_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]
     for softmax in model.liveness.softmaxes:
         spec = tensor_spec(model, choices, softmax.scores)
         split = any(spec.dims[dim] for dim in softmax.rows)
-        again = split or 1 in spec.local_shape(model.graph.tensors[softmax.scores].shape, sizes)
+        again = softmax.narrow or split or 1 in spec.local_shape(model.graph.tensors[softmax.scores].shape, sizes)
         for tensor, start, stop, width in (softmax.recomputed if again else softmax.fused).buffers:
             local = tensor_spec(model, choices, tensor).local_shape(model.graph.tensors[tensor].shape, sizes)
             size = model.padding.shard_bytes(tensor, local, width)

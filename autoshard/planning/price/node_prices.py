@@ -264,8 +264,10 @@ class NodePricer:
     def recomputes(self, softmax: Softmax, states: States) -> np.ndarray:
         """Return a mask of the states in which kernels recompute the probabilities, [states].
 
-        They do so if a dim has local size 1, or if the softmax's rows are split.
+        They do so if a dim has local size 1, if the softmax's rows are split, or if the scores are narrow.
         """
+        if softmax.narrow:
+            return np.ones(len(states), dtype=bool)
         shape = self.graph.tensors[softmax.scores].shape
         dims = self.dims_states(softmax.cluster, states, softmax.scores)
         split = np.isin(dims, softmax.rows).any(axis=1)

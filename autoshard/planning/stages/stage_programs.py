@@ -243,7 +243,8 @@ class StageSearch:
             if stages * rounds > places and (self.asked.schedule or rounds == 1):
                 raise _TooManyStagesError(
                     f"{stages * rounds} {'chunks of layers' if rounds > 1 else 'stages'} are more than the {places} "
-                    f"modules of {program.name} that one may begin with; use fewer stages."
+                    f"modules or segments of {program.name} that one may begin with; use fewer stages, and a name of "
+                    "its own for each segment."
                 )
         share = stages
         reading = analyse_program(program, self.topology)

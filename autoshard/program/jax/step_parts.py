@@ -11,6 +11,7 @@ from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.program.jax.gradient_groups import Reduction, Relation, line_of, relations
+from autoshard.program.jax.step_checks import Scales, check_constants, check_equations, check_linear
 from autoshard.program.jax.update_part import flat_equations, is_var
 from autoshard.program.segments import Part, segment_of
 
@@ -71,29 +72,37 @@ def split_step(
     Raises `UserError`, with the line, where the batch's result does not follow from those of its microbatches.
     """
     equations, results = flat_equations(less.jaxpr)
-    others, _ = flat_equations(whole.jaxpr)
+    others, other_results = flat_equations(whole.jaxpr)
+    check_equations(equations, others)
     placed = _Placed(equations, results, less.jaxpr.invars, chunks)
+    consts = set(less.jaxpr.constvars)
     parts = [
-        _part(part, chunk, [equations[k] for k in members])
+        _part(part, chunk, [equations[k] for k in members], consts)
         for (part, chunk), members in sorted(placed.members().items())
     ]
     if apart:
-        parts = _with_weights_apart(parts)
+        parts = _with_weights_apart(parts, consts)
+    if not batch:
+        raise UserError(
+            "no argument of the step is a batch that could be cut: name it by --roles, as in --roles x=batch."
+        )
     inputs = [less.jaxpr.invars[position] for position in sorted(batch)]
     owners = {v: part.chunk % stages for part in reversed(parts) if part.part is Part.FORWARD for v in part.inputs}
     once = [equations[k] for k in placed.once()]
     for each in once:
         if any(is_var(v) and v in inputs for v in each.invars):
             raise UserError(f"an op outside of the segments' gradients uses the batch itself{_at(line_of(each))}.")
+    check_constants(once, [others[k] for k in placed.once()], results, other_results)
     last = {v: part.chunk % stages for part in parts for v in _results(part.equations)}
-    updates, owned = _by_stage(once, last | owners)
+    updates, owned = _by_stage(once, last | owners, consts)
     parts += updates
     owners = {v: owned.get(v, owners.get(v, 0)) for v in less.jaxpr.invars}
     wanted = {v for part in parts for v in part.inputs} | {v for v in results if is_var(v)}
     parts = [dataclasses.replace(part, outputs=tuple(v for v in part.outputs if v in wanted)) for part in parts]
+    check_linear(equations, {id(eqn) for part in parts if part.part is Part.BACKWARD for eqn in part.equations})
     used = {v for part in updates for v in part.inputs} | {v for v in results if is_var(v)}
     made = {v: part.part for part in parts if part.part is not Part.UPDATE for v in part.outputs if v in used}
-    summed = _relations(less, whole, equations, others, placed, made, sorted(batch), parameters)
+    summed = _relations(less, whole, others, placed, parts, made, sorted(batch), parameters)
     for each in once:
         for v in each.invars:
             if is_var(v) and v in summed and summed[v].kind is Reduction.EACH:
@@ -188,14 +197,16 @@ class _Placed:
         return rank is not None and rank < self.count
 
 
-def _part(part: Part, chunk: int, equations: Sequence[Any]) -> StepPart:
-    """Return a part with all its results as outputs."""
+def _part(part: Part, chunk: int, equations: Sequence[Any], consts: Collection[Any]) -> StepPart:
+    """Return a part with all its results as outputs; `consts` are variables of arrays that the trace captured."""
     made = _results(equations)
-    inputs = dict.fromkeys(v for eqn in equations for v in eqn.invars if is_var(v) and v not in made)
+    inputs = dict.fromkeys(
+        v for eqn in equations for v in eqn.invars if is_var(v) and v not in made and v not in consts
+    )
     return StepPart(part, chunk, tuple(equations), tuple(inputs), tuple(made))
 
 
-def _with_weights_apart(parts: Sequence[StepPart]) -> list[StepPart]:
+def _with_weights_apart(parts: Sequence[StepPart], consts: Collection[Any]) -> list[StepPart]:
     """Return the parts with each backward part in two: the work that other parts need, then the rest."""
     found: list[StepPart] = []
     for part in parts:
@@ -210,9 +221,9 @@ def _with_weights_apart(parts: Sequence[StepPart]) -> list[StepPart]:
             else:
                 first.append(eqn)
                 needed.update(v for v in eqn.invars if is_var(v))
-        found.append(_part(part.part, part.chunk, first[::-1]))
+        found.append(_part(part.part, part.chunk, first[::-1], consts))
         if last:
-            found.append(dataclasses.replace(_part(part.part, part.chunk, last[::-1]), weights=True))
+            found.append(dataclasses.replace(_part(part.part, part.chunk, last[::-1], consts), weights=True))
     return found
 
 
@@ -221,10 +232,13 @@ def _results(equations: Sequence[Any]) -> dict[Any, None]:
     return dict.fromkeys(v for eqn in equations for v in eqn.outvars)
 
 
-def _by_stage(equations: Sequence[Any], known: Mapping[Any, int]) -> tuple[list[StepPart], dict[Any, int]]:
+def _by_stage(
+    equations: Sequence[Any], known: Mapping[Any, int], consts: Collection[Any]
+) -> tuple[list[StepPart], dict[Any, int]]:
     """Return the parts of the update in an order that can be run, and the stage of each argument that only they use.
 
     - `known`: stage of arguments and of values of microbatches, by variable.
+    - `consts`: variables of arrays that the trace captured.
 
     An equation runs on the stage of its largest operand with a stage, else on that of its first user. A stage has
     several parts if another stage needs a result between them, such as the norm of all gradients.
@@ -252,55 +266,73 @@ def _by_stage(equations: Sequence[Any], known: Mapping[Any, int]) -> tuple[list[
         members[level, stage].append(eqn)
         levels.update(dict.fromkeys(eqn.outvars, (level, stage)))
     made = _results(equations)
-    parts = [_part(Part.UPDATE, stage, each) for (_, stage), each in sorted(members.items(), key=lambda item: item[0])]
+    ordered = sorted(members.items(), key=lambda item: item[0])
+    parts = [_part(Part.UPDATE, stage, each, consts) for (_, stage), each in ordered]
     return parts, {v: stage for v, stage in owned.items() if v not in made}
 
 
 def _relations(
     less: Any,
     whole: Any,
-    equations: Sequence[Any],
     others: Sequence[Any],
     placed: _Placed,
+    parts: Sequence[StepPart],
     made: Mapping[Any, Part],
     batch: Sequence[int],
     parameters: Collection[int],
 ) -> dict[Any, Relation]:
     """Return the relation of the values `made`, by part, of a microbatch to those of the batch.
 
-    Values of forward parts are read from both traces. Gradients follow the loss: a float scalar that depends on
-    parameters. Raises `UserError` for values that do not follow from those of the microbatches.
+    Values of forward parts are read from both traces, and scales of gradients from their constants. Raises `UserError`
+    for values that do not follow from those of the microbatches.
     """
+    equations = placed.equations
+    if less.jaxpr.invars[batch[0]].aval.shape == whole.jaxpr.invars[batch[0]].aval.shape:
+        return dict.fromkeys(made, Relation(Reduction.SUM, True))  # the only microbatch
+    at = {v: (number, k) for number, eqn in enumerate(equations) for k, v in enumerate(eqn.outvars)}
+    twin = {v: others[at[v][0]].outvars[at[v][1]] for v in made}
     forward = [number for number in range(len(equations)) if placed.is_forward(number)]
-    if len(equations) != len(others):
-        raise UserError("the step has ops that depend on the number of examples; give it --schedule gpipe.")
     values = [v for v, part in made.items() if part is Part.FORWARD]
-    at = {v: (number, k) for number in forward for k, v in enumerate(equations[number].outvars)}
-    same = [others[at[v][0]].outvars[at[v][1]] for v in values]
     pairs = (
-        _forward(whole, others, forward, same),
+        _forward(whole, others, forward, [twin[v] for v in values]),
         _forward(less, equations, forward, values),
     )
     found = dict(zip(values, relations(*pairs, batch, parameters), strict=True))
     for v, relation in found.items():
-        if relation.kind not in (Reduction.MEAN, Reduction.SUM, Reduction.CONST, Reduction.EACH):
+        known = relation.kind in (Reduction.MEAN, Reduction.SUM, Reduction.CONST)
+        in_order = relation.kind is Reduction.EACH and relation.place is not None and relation.place.outer == 1
+        if not known and not in_order:
+            why = "rows in another order than the batch" if relation.kind is Reduction.EACH else relation.why
             raise UserError(
                 f"the result of the batch does not follow from those of its microbatches: it has "
-                f"{relation.why or 'no sum over examples'}{_at(relation.line or line_of(equations[at[v][0]]))}."
+                f"{why or 'no sum over examples'}{_at(relation.line or line_of(equations[at[v][0]]))}."
             )
-    losses = {
-        relation.kind
-        for v, relation in found.items()
-        if relation.trained and not v.aval.shape and v.aval.dtype.kind == "f"
-    }
     gradients = [v for v, part in made.items() if part is Part.BACKWARD]
-    if gradients and (len(losses) != 1 or not losses <= {Reduction.MEAN, Reduction.SUM}):
-        found_words = " and ".join(sorted(kind.value for kind in losses)) or "none"
-        raise UserError(
-            "a program for each stage needs the loss among the step's results, a mean or a sum over examples; "
-            f"found {found_words}."
-        )
-    return found | dict.fromkeys(gradients, Relation(next(iter(losses), Reduction.MEAN), True))
+    for v in gradients:
+        if v.aval.shape != twin[v].aval.shape:
+            line = _at(line_of(equations[at[v][0]]))
+            raise UserError(f"a gradient has rows for single examples{line}: stages sum those of parameters alone.")
+    if not gradients:
+        return found
+    backward = {v for part in parts if part.part is Part.BACKWARD for v in part.inputs}
+    saved = [v for part in parts if part.part is Part.FORWARD for v in part.outputs if v in backward]
+    pairs = (
+        _forward(whole, others, forward, [others[at[v][0]].outvars[at[v][1]] for v in saved]),
+        _forward(less, equations, forward, saved),
+    )
+    for v, relation in zip(saved, relations(*pairs, batch, parameters), strict=True):
+        if relation.kind not in (Reduction.EACH, Reduction.CONST):
+            line = _at(relation.line or line_of(equations[at[v][0]]))
+            raise UserError(f"a gradient needs a value of the whole batch{line}: microbatches do not have it.")
+    rows = whole.jaxpr.invars[batch[0]].aval.shape[0] // less.jaxpr.invars[batch[0]].aval.shape[0]
+    scales = Scales(equations, others, [less.jaxpr.invars[position] for position in batch], rows)
+    for v in gradients:
+        mean = scales.is_mean(v)
+        if mean is None:
+            line = _at(line_of(equations[at[v][0]]))
+            raise UserError(f"a gradient is neither a mean nor a sum over examples{line}: return it by one of them.")
+        found[v] = Relation(Reduction.MEAN if mean else Reduction.SUM, True)
+    return found
 
 
 def _forward(closed: Any, equations: Sequence[Any], numbers: Sequence[int], results: Sequence[Any]) -> Any:

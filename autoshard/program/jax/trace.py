@@ -13,6 +13,7 @@ from autoshard.program import roles as role_rules
 from autoshard.program.jax.call_arguments import by_position
 from autoshard.program.jax.host_state import offload_notes, on_host
 from autoshard.program.jax.jax_modules import functional
+from autoshard.program.jax.step_checks import without_custom_gradients
 from autoshard.program.jax.step_parts import split_step
 from autoshard.program.lowering import lower_function, user_code
 from autoshard.program.program_record import WEIGHTS, Argument, Lifted, Program, Result, Role, serialise
@@ -245,7 +246,15 @@ def in_one_microbatch(program: Program) -> Program:
                 raise NotDividedError(f"{count} microbatches do not divide the {rows} examples of `{argument.name}`.")
             shape = (rows // count, *argument.shape[1:])
             leaves[number] = jax.ShapeDtypeStruct(shape, leaves[number].dtype)
-    less = user_code(program.name, lambda: jax.make_jaxpr(program.fn)(*tree.unflatten(leaves)))
+    try:
+        with without_custom_gradients():
+            less = user_code(program.name, lambda: jax.make_jaxpr(program.fn)(*tree.unflatten(leaves)))
+    except UserError as error:
+        cut = ", ".join(f"`{each.name}`" for each in program.arguments if each.role is Role.BATCH and each.shape)
+        raise UserError(
+            f"one of {count} microbatches cannot be traced: {str(error).rstrip('.')}. The arguments {cut} are cut "
+            "along their first dim; --roles corrects roles that are guessed wrong."
+        ) from error
     batch, parameters = (
         [number for number, each in enumerate(program.arguments) if each.role is role]
         for role in (Role.BATCH, Role.PARAMETER)

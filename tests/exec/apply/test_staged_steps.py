@@ -14,6 +14,7 @@ from flax import nnx
 
 import autoshard
 from autoshard import UserError
+from autoshard.exports import export_plan
 from autoshard.planning import Plan
 
 
@@ -195,8 +196,57 @@ def test_a_module_of_flax_is_updated_in_place(tmp_path: Path) -> None:
     )
 
 
+def test_values_of_the_trace_and_several_results_are_right(tmp_path: Path) -> None:
+    """Differentiate a sum and return means, counts, constants and a captured array's product."""
+    step, args = captured()
+    plan = planned("captured", tmp_path, **STAGED | {"microbatches": 4})
+    results, wanted = plan.jit(step)(*args), jax.jit(step)(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), results, wanted)
+
+
+def captured() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    mixing = _weights(16, 16)
+
+    def step(params: Any, batch: Any) -> Any:
+        def loss(params: Any) -> tuple[jax.Array, jax.Array]:
+            x = batch["x"]
+            for number, weights in enumerate(params):
+                with autoshard.segment(f"layer {number}"):
+                    x = jnp.tanh(x @ weights @ mixing)
+            return (x**2).sum(), x
+
+        (_, x), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        metrics = {"mean": (x**2).mean(), "positive": (x > 0).sum(), "rate": jnp.float32(0.5), "size": (x**2).sum()}
+        return jax.tree.map(lambda p, g: p - 1e-2 * g, params, grads), metrics
+
+    return step, ([_weights(16, 16) + number / 16 for number in range(4)], {"x": _weights(16, 16)})
+
+
+def test_arrays_that_are_gone_or_given_twice_are_refused(tmp_path: Path) -> None:
+    plan = planned("unet", tmp_path, **STAGED)
+    step, args = unet()
+    run = plan.jit(step, donate_argnums=(0, 1))
+    placed = jax.device_put(args[0], run.shardings(*args)[0])
+    run(placed, *args[1:])
+    with pytest.raises(UserError, match="was donated to an earlier call, and is gone"):
+        run(placed, *args[1:])
+    kernel = _weights(16, 16)
+    twice = {name: {"kernel": kernel, "bias": each["bias"] + 0} for name, each in unet()[1][0].items()}
+    with pytest.raises(UserError, match="is an array that is donated twice"):
+        run(twice, *unet()[1][1:])
+    with pytest.raises(UserError, match="is of a JAX step: run it by"):
+        export_plan(plan, "torch-pipelining")
+
+
 HEAD = """
 import jax, jax.numpy as jnp, autoshard
+
+@jax.custom_vjp
+def clipped(x):
+    return x
+
+clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -1e-3, 1e-3),))
+whole = jax.sharding.NamedSharding(jax.sharding.AbstractMesh((4,), ("data",)), jax.sharding.PartitionSpec())
 
 def program():
     def step(params, batch, key):
@@ -227,6 +277,11 @@ LAYER, MEAN = "jnp.tanh(x @ weights)", "(x ** 2).mean()"
         ),
         ("jnp.tanh(x - x.mean(0)) @ weights", MEAN, "", "which mixes examples"),
         (LAYER, MEAN, "* batch['x'].mean()", "uses the batch itself"),
+        (LAYER, MEAN, "* batch['x'].shape[0]", "the update uses the number of examples"),
+        (f"clipped({LAYER})", MEAN, "", "`clipped` has a gradient of its own"),
+        (f"jax.pure_callback(abs, x, jax.lax.stop_gradient(x)) + {LAYER}", MEAN, "", "calls Python on the host"),
+        (LAYER, MEAN + " * (x ** 2).mean()", "", "`mul` of what is reduced over examples"),
+        (f"jax.lax.with_sharding_constraint({LAYER}, whole)", MEAN, "", "the step states a sharding"),
     ],
 )
 def test_steps_that_microbatches_change_are_refused(
@@ -236,7 +291,7 @@ def test_steps_that_microbatches_change_are_refused(
     file.write_text(textwrap.dedent(HEAD).replace("LAYER", layer).replace("LOSS", loss).replace("SCALE", scale))
     with pytest.raises(UserError) as error:
         autoshard.plan(str(file), topology="cpu:4", program_options=STAGED)
-    assert said in str(error.value) and "step.py:" in str(error.value)
+    assert said in str(error.value) and ("step.py:" in str(error.value) or "clipped" in said)
 
 
 def test_a_step_without_marks_or_of_another_plan_is_refused(tmp_path: Path) -> None:
