@@ -33,6 +33,13 @@ def capped(q: Any, k: Any, v: Any) -> Any:
     return jnp.einsum("bhst,bhtd->bhsd", jax.nn.softmax(scores).astype(q.dtype), v)
 
 
+def scaled(q: Any, k: Any, v: Any) -> Any:
+    """Compute attention whose scores are scaled and masked in bfloat16, as code in torch does."""
+    scores = jnp.einsum("bhsd,bhtd->bhst", q, k) / 8
+    masked = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e9).astype(jnp.float32)
+    return jnp.einsum("bhst,bhtd->bhsd", jax.nn.softmax(masked).astype(q.dtype), v)
+
+
 def gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
     def loss(*args: Any) -> Any:
         return (jax.checkpoint(fn)(*args).astype(jnp.float32) ** 2).sum()
@@ -130,3 +137,11 @@ def test_rounded_values_that_two_matmuls_read_are_stored() -> None:
     for tensor, *_ in (probabilities, gradient):
         assert [op.op_class for op in graph.users[tensor]] == [OpClass.HEAVY] * 2
     assert probabilities[2] <= before[1] < gradient[1] < scores[2]
+
+
+def test_scores_that_are_computed_with_in_bfloat16_are_narrow() -> None:
+    for fn, narrow in ((attention, False), (capped, False), (scaled, True)):
+        (softmax,) = softmaxes_of(fn, 128)[1]
+        assert softmax.narrow == narrow
+        (kept,) = store_rounded([softmax], narrow=True)
+        assert kept.recomputed == (softmax.rounded if narrow else softmax.recomputed)
