@@ -75,8 +75,8 @@ STORES_ROUNDED = {"v5p": False, "v6e": True}
 """Chips whose compiler stores probabilities that the program rounds, for the matmuls of the forward and backward pass.
 
 The value is True if only those of narrow scores count (`Softmax.narrow`). Ten attention steps in bfloat16 had them for
-v5p, and none for v4, v5e and tpu7x. Steps for v6e whose scores are narrow had them, six of six. With wide scores
-12 of 20 had them, by no rule that was found; they count as without.
+v5p, and none for v4, v5e and tpu7x. Steps for v6e whose scores are narrow had them, seven of seven. With wide scores
+11 of 21 had them, by no rule that was found; they count as without.
 """
 
 _ANALYSES = 2
