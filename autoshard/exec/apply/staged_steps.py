@@ -39,6 +39,8 @@ class StagedStep:
 
         plan = self.plan = placed.plan
         assert plan.pipeline is not None
+        if placed.mesh.is_multi_process:
+            raise UserError("a JAX step runs by stage in one process, and these devices belong to several.")
         self.pipeline = plan.pipeline
         self.batch = tuple(number for number, name in enumerate(plan.arguments) if plan.roles[name] == "batch")
         leaves, tree = jax.tree.flatten(args)
@@ -227,11 +229,14 @@ class _Run:
         self.values.update(((v, None), value) for v, value in zip(program.outputs, results, strict=True))
 
     def result(self, v: Any) -> Any:
-        """Return a result of the step, which may be an argument or a literal."""
+        """Return a result of the step, which may be an argument, a literal or a captured array."""
         import jax.numpy as jnp
 
+        closed = self.split.closed
         if hasattr(v, "val"):
             return jnp.asarray(v.val, v.aval.dtype)
+        if v in closed.jaxpr.constvars:
+            return jnp.asarray(closed.consts[closed.jaxpr.constvars.index(v)])
         return self.rows[v][0] if v in self.rows else self.values[v, None]
 
 

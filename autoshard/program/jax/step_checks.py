@@ -237,6 +237,13 @@ class Scales:
         small = {power for power, of_batch in terms if not of_batch}
         if name in _SUMS and large == {-1} and small <= {0, -1}:
             return None if -1 in small else -1
+        if (
+            name in _SUMS
+            and large == small == {0}
+            and len(terms) > 1
+            and "transpose(" in str(mine.source_info.name_stack)
+        ):
+            return None  # a sum over microbatches would have it once for each
         every = {power for power, _ in terms}
         return None if len(every) > 1 else next(iter(every), 0)
 

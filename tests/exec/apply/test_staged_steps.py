@@ -217,9 +217,31 @@ def captured() -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
         (_, x), grads = jax.value_and_grad(loss, has_aux=True)(params)
         metrics = {"mean": (x**2).mean(), "positive": (x > 0).sum(), "rate": jnp.float32(0.5), "size": (x**2).sum()}
+        metrics["mixing"] = mixing
         return jax.tree.map(lambda p, g: p - 1e-2 * g, params, grads), metrics
 
     return step, ([_weights(16, 16) + number / 16 for number in range(4)], {"x": _weights(16, 16)})
+
+
+def penalised() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return a step that adds a penalty to a sum over examples, and returns neither."""
+
+    def train(params: Any, batch: Any) -> Any:
+        def loss(params: Any) -> jax.Array:
+            x = batch["x"]
+            for number, weights in enumerate(params):
+                with autoshard.segment(f"layer {number}"):
+                    x = jnp.tanh(x @ weights)
+            return (x**2).sum() + sum((p**2).sum() for p in params)
+
+        return jax.tree.map(lambda p, g: p - 1e-2 * g, params, jax.grad(loss)(params))
+
+    return train, ([_weights(16, 16) + number / 16 for number in range(4)], {"x": _weights(16, 16)})
+
+
+def test_a_penalty_on_a_sum_over_examples_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="a gradient is neither a mean nor a sum over examples"):
+        planned("penalised", tmp_path, **STAGED)
 
 
 def test_arrays_that_are_gone_or_given_twice_are_refused(tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def test_a_stage_sends_what_all_of_its_chunks_hand_on(net: str) -> None:
     [
         ({"microbatches": 3}, "cpu:2", {}, "3 microbatches do not divide the batch: an input has 64 examples; use 2"),
         ({"stages": 3}, "cpu:2", {}, "3 stages do not divide the 2 devices of cpu:2; use 2."),
-        ({"stages": 8}, "cpu:8", {}, "8 stages are more than the 7 modules of net that one may begin with"),
+        ({"stages": 8}, "cpu:8", {}, "8 stages are more than the 7 modules or segments of net that one may begin with"),
         ({"stages": 4, "schedule": "interleaved:2"}, "cpu:4", {}, "8 chunks of layers are more than the 7 modules"),
         ({"stages": 6, "microbatches": 8}, "cpu:6", {}, "no cut into 6 stages with 8 microbatches by 1f1b sends each"),
         ({"stages": None}, "cpu:2", {}, "a program for each stage needs stages: add --stages 2 or more"),
