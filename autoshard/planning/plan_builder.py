@@ -43,6 +43,7 @@ from autoshard.planning.mesh.portfolio import (
 from autoshard.planning.mesh_choice import EarlierRecipes, better_within, on_one_axis, search_meshes
 from autoshard.planning.price.analysed_program import Task, analyse_program, share
 from autoshard.planning.price.prediction import flag_gains, predict
+from autoshard.planning.price.remat_forecast import spared_seconds
 from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.record.spec import original_mesh
 from autoshard.planning.solve.infeasible import explain_infeasible
@@ -73,6 +74,8 @@ class PlanResult:
     """Time weights with the highest bound, used as a start for another recipe of the program."""
     unconstrained_bound_s: float = 0.0
     """Lower bound in seconds of all plans on every searched mesh, ignoring the memory limit."""
+    spared_s: float = 0.0
+    """Seconds of the step that the best recomputation would spare, as `spared_seconds` forecasts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,6 +258,7 @@ def make_plan(
         candidates,
         found.weights,
         min(unconstrained_bound_s, searched.unconstrained_bound_s),
+        spared_seconds(best.model, chosen.choices),
     )
 
 

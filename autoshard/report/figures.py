@@ -133,7 +133,7 @@ def recipe_line(plan: Plan) -> str:
     attention = sorted(called) or (["attention in memory"] if options.get("attention") == "plain" and scores else [])
     words = [*attention]
     unasked = trained and plan.recipe is None and "remat" not in given
-    more = " since it fits (--remat auto looks for faster recipes)" if unasked else ""
+    more = " since it fits, and recomputing spares little (--remat auto looks for faster recipes)" if unasked else ""
     words += [f"remat {remat_words(str(options['remat']))}{more}"] if options.get("remat") else []
     words += [f"{name} {value}" for name in ("microbatches", "host") if (value := options.get(name))]
     words += [f"LoRA {options['lora']}"] if options.get("lora") else []

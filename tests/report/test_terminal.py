@@ -141,7 +141,8 @@ def test_the_recipe_stands_below_the_step(plan: Plan):
 def test_the_recipe_of_a_torch_file_has_its_optimizer_and_dtype(plan: Plan):
     source = {"source": {"program": "model.py", "options": {"train": True}}}
     assert recipe_line(dataclasses.replace(plan, provenance=plan.provenance | source)) == (
-        "remat none since it fits (--remat auto looks for faster recipes), adamw, bfloat16, stored in bfloat16"
+        "remat none since it fits, and recomputing spares little (--remat auto looks for faster recipes), adamw, "
+        "bfloat16, stored in bfloat16"
     )
 
 

@@ -1,30 +1,34 @@
-"""Forecast of better remat policies from one plan whose layers recompute everything.
+"""Forecasts of better remat policies from one plan.
 
-The plan gives the recomputation seconds and the bytes of every value that a policy may save. From these the step of any
-set of saved or offloaded values follows:
+A plan whose layers recompute everything gives the recomputation seconds and the bytes of every value that a policy may
+save. From these the step of any set of saved or offloaded values follows:
 
 - The backward pass recomputes only ops that its roots need and that no saved value cuts off.
 - Offloaded values share the links to the host.
 - Saved values are live between the loops of the forward and the backward pass.
 
 All sets of at most `MOST` values are compared.
+
+A plan without recomputation gives the seconds that its stacks of saved values take, and the best policy spares a part
+of these (`spared_seconds`).
 """
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost import HOST, overlapped_seconds
-from autoshard.graph import is_copied
+from autoshard.graph import Carry, Loop, Op, OpClass, OpGraph, is_copied
 from autoshard.planning.price.device_memory import tight_seconds
 from autoshard.planning.price.evaluate import evaluate, memory_events, tensor_spec
 from autoshard.planning.price.remat_values import AGAIN, Occurrence, find_values
-from autoshard.planning.price.step_ledger import Ledger, itemise
+from autoshard.planning.price.step_ledger import Ledger, Place, itemise, memory_passes
 from autoshard.planning.space.decision_model import EXPOSED, Channel, Model
+from autoshard.planning.space.op_models import FOLDED_OPS
 from autoshard.program import INPUT, Policy, short_names
 
 
@@ -238,10 +242,92 @@ class _SavableValues:
         """Return the padded bytes on one device of one layer's value, or of `tensor`, which is recomputed for the
         value.
         """
-        model, tensor = self.model, place.value if tensor is None else tensor
-        record = model.graph.tensors[tensor]
-        local = tensor_spec(model, self.choices, tensor).local_shape(record.shape, dict(model.mesh.axes))
-        return model.padding.shard_bytes(tensor, local, record.itemsize)
+        return _local_bytes(self.model, self.choices, place.value if tensor is None else tensor)
+
+
+def spared_seconds(model: Model, choices: NDArray[np.int64]) -> float:
+    """Return about how many seconds of a plan's step the best recomputation spares; 0 if it spares none.
+
+    A loop over layers writes the values that the backward pass reads into stacks of all layers, which takes memory
+    traffic. With recomputation the stacks hold only inputs of layers, and results of matmuls and kernels, or these
+    are computed again where that takes less time. Kernels compute all other values again as they read them, from
+    results that are about as large as the values. Eager steps have no stacks.
+    """
+    graph = model.graph
+    stacks = {loop: found for loop in graph.loops if (found := _saved_stacks(graph, loop))}
+    if not stacks or model.eager:
+        return 0.0
+    traffic: dict[Place, float] = defaultdict(float)
+    for each in memory_passes(model, choices):
+        traffic[each.place] += each.size * each.times
+    op_seconds: dict[int, float] = defaultdict(float)
+    for node, choice in zip(model.nodes, choices.tolist(), strict=True):
+        if node.kind == "op":
+            op_seconds[node.ref] += sum(float(seconds[choice]) for seconds in node.time.values())
+
+    def saved_bytes(tensor: int, loop: Loop) -> float:
+        """Return the bytes of one device in a stack of a tensor, of which only a part may be read: a sum's lane."""
+        read = sum(_local_bytes(model, choices, t) for user in graph.users[tensor] for t in user.results)
+        return min(_local_bytes(model, choices, tensor), read) * graph.trips(loop.id)
+
+    moved, held = 0.0, 0.0
+    for loop, found in stacks.items():
+        for carry, op in found:
+            places: list[Place] = [("op", op.id), *(("tensor", tensor) for tensor in dataclasses.astuple(carry))]
+            moved += sum(traffic[place] for place in places)
+            held += _local_bytes(model, choices, op.operands[1]) * graph.trips(loop.id)
+    stacks_s = float(model.compute.memory_seconds(moved))
+    needed_s = 0.0
+    for loop, found in stacks.items():
+        for results, maker in _sources(graph, loop, found):
+            saved_s = stacks_s * sum(saved_bytes(each, loop) for each in results) / held
+            needed_s += saved_s if maker is None else min(saved_s, op_seconds[maker.id])
+    return max(0.0, stacks_s - needed_s)
+
+
+def _saved_stacks(graph: OpGraph, loop: Loop) -> list[tuple[Carry, Op]]:
+    """Return the stacks that a loop fills for another loop of its block, each with the op that writes one slice."""
+    found = []
+    for carry in loop.carries:
+        op = graph.maker(carry.update)
+        if op is None or op.kind != "dynamic_update_slice" or op.operands[0] != carry.body:
+            continue
+        readers = {user.loop for user in graph.users[carry.result]} - {-1, loop.id}
+        if any(graph.loops[reader].parent == loop.parent for reader in readers):
+            found.append((carry, op))
+    return found
+
+
+def _sources(
+    graph: OpGraph, loop: Loop, stacks: Sequence[tuple[Carry, Op]]
+) -> Iterable[tuple[Sequence[int], Op | None]]:
+    """Yield the tensors of which ops other than matmuls and kernels compute all values of a loop's stacks.
+
+    They are the results of a matmul or kernel, with that op, or a value that the loop carries, with None.
+    """
+    carried = {carry.body for carry in loop.carries} - {carry.body for carry, _ in stacks}
+    waiting, seen = [op.operands[1] for _, op in stacks], set()
+    while waiting:
+        tensor = waiting.pop()
+        if tensor in seen:
+            continue
+        seen.add(tensor)
+        maker = graph.maker(tensor)
+        if maker is None or maker.loop != loop.id:
+            if tensor in carried:
+                yield (tensor,), None
+            continue
+        seen.update(maker.results)
+        if maker.op_class is OpClass.HEAVY and maker.kind not in FOLDED_OPS:
+            yield maker.results, maker
+        waiting += maker.operands
+
+
+def _local_bytes(model: Model, choices: NDArray[np.int64], tensor: int) -> int:
+    """Return the padded bytes of a tensor on one device."""
+    record = model.graph.tensors[tensor]
+    local = tensor_spec(model, choices, tensor).local_shape(record.shape, dict(model.mesh.axes))
+    return model.padding.shard_bytes(tensor, local, record.itemsize)
 
 
 def _sets(inputs: Sequence[bool], can_offload: bool) -> tuple[Bools, Bools]:

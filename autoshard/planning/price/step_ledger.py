@@ -119,7 +119,7 @@ class Ledger:
 def itemise(model: Model, choices: NDArray[np.int64]) -> Ledger:
     """Return the ledger of a choice of one alternative per node. Raises `ValueError` if a forbidden pair was chosen."""
     rows = (*_node_rows(model, choices), *_reshard_rows(model, choices))
-    return Ledger(model, choices, rows, tuple(_memory_passes(model, choices)))
+    return Ledger(model, choices, rows, tuple(memory_passes(model, choices)))
 
 
 def _node_rows(model: Model, choices: NDArray[np.int64]) -> Iterator[LedgerRow]:
@@ -214,7 +214,7 @@ def _relaid(reshard: Reshard, relayouts: Relayouts, uncharged: float) -> tuple[C
     )
 
 
-def _memory_passes(model: Model, choices: NDArray[np.int64]) -> Iterator[MemoryPass]:
+def memory_passes(model: Model, choices: NDArray[np.int64]) -> Iterator[MemoryPass]:
     """Yield the memory traffic of fusions and copies, by which the seconds that `NodePricer` adds up by cluster are
     divided.
     """

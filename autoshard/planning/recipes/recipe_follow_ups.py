@@ -9,6 +9,7 @@ from math import prod
 from operator import mul
 from typing import Any, Protocol
 
+from autoshard.base.units import format_seconds
 from autoshard.cost import Mesh, Topology, make_mesh
 from autoshard.planning.plan_builder import Running
 from autoshard.planning.price.analysed_program import Task, analyse_program, reprice
@@ -23,11 +24,12 @@ from autoshard.planning.recipes.recipe import (
     elements_of,
     implied_row,
 )
+from autoshard.planning.record.plan_parts import NEARLY_FULL
 from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.solve.problem_builder import least_seconds
 from autoshard.planning.space.derived_axes import find_axis_parts
 from autoshard.planning.space.plan_options import FULL, OFFLOADED, REMATS
-from autoshard.program import Program, Role
+from autoshard.program import Choices, Program, Role
 
 
 FINENESS = 16
@@ -53,6 +55,11 @@ class Made(Protocol):
     @property
     def plan(self) -> Plan:
         """The plan of the recipe."""
+        ...
+
+    @property
+    def spared_s(self) -> float:
+        """Seconds of the step that the best recomputation would spare, by forecast."""
         ...
 
 
@@ -101,6 +108,20 @@ class Search(Protocol):
         Adds a row to `tried` in any case.
         """
         ...
+
+
+def why_more(plain: Made, choices: Choices) -> str:
+    """Return the reason to try other recipes though the plain step fits; empty if there is none.
+
+    The reasons are nearly full memory, and open recomputation that is forecast to spare `NEARLY_FULL` of the step.
+    Stacks of saved values may take more time than computing the values again.
+    """
+    prediction = plain.plan.prediction
+    if prediction.nearly_full:
+        return "The plain step nearly fills memory"
+    if len(choices.get("remat", ())) > 1 and plain.spared_s > NEARLY_FULL * prediction.step_time_s:
+        return f"Recomputation may spare {format_seconds(plain.spared_s)} of {format_seconds(prediction.step_time_s)}"
+    return ""
 
 
 def mix_remats(search: Search, remats: Sequence[str]) -> None:

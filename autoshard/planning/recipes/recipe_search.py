@@ -44,6 +44,7 @@ from autoshard.planning.recipes.recipe_follow_ups import (
     compose_remat,
     is_composed,
     mix_remats,
+    why_more,
 )
 from autoshard.planning.recipes.recipe_order import LEAST_GAIN, in_order
 from autoshard.planning.record.plan_record import Plan
@@ -87,7 +88,7 @@ def plan_recipes(
     - `options`, `running`: options of each plan, and circumstances that change none.
     - `of_source`: True if the choices are those of `source_choices`, which allow more pruning (below).
     - `first_if_fits`: True if the plan of the first recipe is the answer, without words on recipes, wherever it fits.
-      It is not if nearly full memory is expected to add more than a fiftieth of the step.
+      It is not if nearly full memory adds a fiftieth to the step, or recomputation spares one, by forecast.
 
     Every recipe is planned with its own mesh and sharding. A recipe is skipped if a lower bound on every mesh
     exceeds the best time so far, or if its values fit on no mesh. The bound is the time of its arithmetic, or of its
@@ -131,9 +132,9 @@ def plan_recipes(
         search.consider(recipe)
         if first_if_fits and len(search.tried) == 1:
             if search.best is not None:
-                if not search.best[1].plan.prediction.nearly_full:
+                if not (why := why_more(search.best[1], choices)):
                     return recipe, search.best[1]
-                search.say(f"The plain step nearly fills memory; trying {', '.join(choices)}")
+                search.say(f"{why}; trying {', '.join(choices)}")
                 continue
             state, room = state_bytes(search.make(**recipe.arguments)), search.limit * search.topology.num_devices
             if state > room and len(choices.get("host", ())) < 2:

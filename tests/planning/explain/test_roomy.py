@@ -1,5 +1,6 @@
-"""Recipes with more recomputation where memory is not short: they are pruned, and would be no faster."""
+"""Recipes with more recomputation where memory is not short: they are tried only where they may be faster."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 
 from autoshard.cost import Topology
 from autoshard.planning import Options, PlanResult, make_plan, plan_recipes
+from autoshard.planning.price.analysed_program import analyse_program, reprice
+from autoshard.planning.price.remat_forecast import spared_seconds
 from autoshard.planning.recipes.recipe import Recipe, RecipeOutcome, RecipeTried
 from autoshard.planning.recipes.recipe_follow_ups import MemoryPruning
 from autoshard.program import Program, trace
@@ -61,6 +64,60 @@ def test_where_memory_is_short_more_is_computed() -> None:
     short = Options(topology=TOPOLOGY, mesh="data=8", memory_limit=peaks["dots"])
     recipe, _ = plan_recipes(stack, {"remat": ("none", "dots")}, short, of_source=True)
     assert recipe.arguments == {"remat": "dots"}
+
+
+@functools.cache
+def pointwise(remat: str) -> Program:
+    """Trace layers of one small matmul and many pointwise values."""
+
+    def layer(x: Any, w: Any) -> tuple[Any, None]:
+        h = (x @ w).astype("float32")
+        for _ in range(4):
+            h = jnp.tanh(h) * jnp.sin(h)
+        return h.astype("bfloat16"), None
+
+    body = layer if remat == "none" else jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable)
+
+    def step(w: Any, x: Any) -> Any:
+        return w - 0.1 * jax.grad(lambda p: (jax.lax.scan(body, x, p)[0] ** 2).mean())(w)
+
+    shapes = jax.ShapeDtypeStruct((4, 512, 512), "bfloat16"), jax.ShapeDtypeStruct((65536, 512), "bfloat16")
+    return trace(step, shapes, name=f"remat {remat}")
+
+
+@pytest.mark.parametrize(
+    ("make", "on", "expected"),
+    [
+        (pointwise, Options(topology="h100:2", mesh="data=2", refine_axes=False), ["remat none", "remat dots"]),
+        (stack, Options(topology=TOPOLOGY, mesh="data=4,model=2"), ["remat none"]),
+    ],
+    ids=["stacks cost more than tanh", "matmuls cost more than stacks"],
+)
+def test_a_plain_step_that_fits_is_recomputed_where_that_saves_traffic(
+    monkeypatch: pytest.MonkeyPatch, make: Any, on: Options, expected: list[str]
+) -> None:
+    results: list[PlanResult] = []
+
+    def recorded(*given: Any, **more: Any) -> PlanResult:
+        results.append(make_plan(*given, **more))
+        return results[-1]
+
+    monkeypatch.setattr("autoshard.planning.recipes.recipe_search.make_plan", recorded)
+    choices = {"remat": ("none", "dots")}
+    recipe, chosen = plan_recipes(make, choices, on, of_source=True, first_if_fits=True)
+    assert [each.plan.program_name for each in results] == expected
+    assert f"remat {recipe.arguments['remat']}" == expected[-1]
+    plain_s, chosen_s = (each.plan.prediction.step_time_s for each in (results[0], chosen))
+    assert (results[0].spared_s > 0.02 * plain_s) == (chosen_s < 0.98 * plain_s)
+    assert chosen_s == plain_s or 0.5 < results[0].spared_s / (plain_s - chosen_s) < 1.5
+
+
+def test_eager_steps_have_no_stacks_to_spare() -> None:
+    plan = make_plan(pointwise("none"), Options(topology="h100:2", mesh="data=2", refine_axes=False)).plan
+    reading = analyse_program(pointwise("none"), Topology.parse(plan.topology))
+    model, choices = reprice(plan, pointwise("none"), reading)
+    assert spared_seconds(model, choices) > 0
+    assert spared_seconds(dataclasses.replace(model, eager=True), choices) == 0
 
 
 @pytest.mark.parametrize(("remat", "known"), [("full", False), ("none", False)])
