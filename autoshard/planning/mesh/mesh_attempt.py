@@ -266,7 +266,12 @@ class MeshAttempts:
         if search is None:
             least = least_bytes(model, kept_of(model, required.allowed))
             if least > self.task.memory_limit:
-                return MeshAttempt(mesh, excess=least - self.task.memory_limit, model=model, required=required)
+                # Other recipes need less memory: how fast they could be here is known from this one without a limit.
+                unconstrained_s = _bounded(model, required, rival, 2).unconstrained_bound_s
+                excess = least - self.task.memory_limit
+                return MeshAttempt(
+                    mesh, excess=excess, model=model, required=required, unconstrained_bound_s=unconstrained_s
+                )
             search = _bounded(model, required, rival, BOUNDS if self.hopeless else 1)
         solve = search.weighing.bound_s < _beaten_by_s(rival, mesh)
         if solve or keep:

@@ -62,6 +62,11 @@ class Made(Protocol):
         """Seconds of the step that the best recomputation would spare, by forecast."""
         ...
 
+    @property
+    def unconstrained_bound_s(self) -> float:
+        """Lower bound in seconds of all plans on every searched mesh, ignoring the memory limit."""
+        ...
+
 
 class Search(Protocol):
     """The recipes considered so far, and a method that plans more."""
@@ -180,7 +185,8 @@ def compose_remat(search: Search, remats: Sequence[str]) -> bool:
 
     The policy is forecast from the plan of the best recipe with full recomputation. If that was pruned and `remats`
     has `full`, it is planned first. This replaces its row in `search.tried`, and may make it the best. If the best
-    recipe offloads layer inputs since `full` does not fit, `full` is planned without a memory limit.
+    recipe offloads layer inputs since `full` does not fit, `full` is planned without a memory limit. Nothing is planned
+    if the best recipe recomputes nothing, and would gain too little from unlimited memory.
 
     The forecast policy is planned on that plan's mesh if it is faster than the best recipe by `WORTH_PLANNING`. A
     plan that does not fit is retried for less memory, at most `RETRIES` plans in all. One that nearly fills memory, and
@@ -192,7 +198,13 @@ def compose_remat(search: Search, remats: Sequence[str]) -> bool:
     - `search`: must have a best recipe.
     """
     assert search.best is not None
-    base = search.best[0].recipe.but(remat=FULL)
+    row, made = search.best
+    if row.recipe.arguments.get("remat") == REMATS[0]:
+        # A policy that computes more gains no more than unlimited memory and less traffic do.
+        expected_s = made.plan.prediction.expected_s
+        if expected_s - made.unconstrained_bound_s + made.spared_s < WORTH_PLANNING * expected_s:
+            return False
+    base = row.recipe.but(remat=FULL)
     if base not in search.full and FULL in remats:
         mesh = dict(search.best[1].plan.mesh)
         if search.best[0].recipe.arguments["remat"] == OFFLOADED:
@@ -316,12 +328,15 @@ class MemoryPruning:
                 return RecipeTried(recipe, RecipeOutcome.IMPLIED, reason)
         return None
 
-    def slower(self, recipe: Recipe, tried: list[RecipeTried]) -> RecipeTried | None:
+    def slower(self, recipe: Recipe, tried: list[RecipeTried], beat_s: float) -> RecipeTried | None:
         """Return a row if a recipe in `tried` that computes less is too slow regardless of memory, else None. The
         policies must be known to differ in compute time (`why_not`).
+
+        - `beat_s`: seconds per element from which on a recipe is too slow.
         """
         for other in tried:
-            if other.outcome in _WHATEVER_FITS and _computes_more(recipe, other.recipe):
+            is_slower = other.outcome in _WHATEVER_FITS or other.unlimited_s / (other.elements or 1) >= beat_s
+            if is_slower and _computes_more(recipe, other.recipe):
                 if (other.recipe.arguments["remat"], recipe.arguments["remat"]) in self._dearer:
                     return implied_row(recipe, other)
         return None

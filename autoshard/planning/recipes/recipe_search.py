@@ -225,11 +225,11 @@ class RecipeSearch:
             return unfit
         if recipe.arguments.get("exchange") == "ring" and self.splits.get(recipe.but(exchange=AUTO)) is False:
             return RecipeTried(recipe, RecipeOutcome.UNSPLIT)
+        beat_s = self._beaten_by_s(recipe)
+        slower = self.memory_pruning.slower(recipe, self.tried, beat_s)
         if pipeline_recipes.pipeline_of(recipe) is not None:
-            if self._in_stages(recipe) >= self._beaten_by_s(recipe):
-                return RecipeTried(recipe, RecipeOutcome.BUBBLE)
-            return self.memory_pruning.slower(recipe, self.tried)
-        return slack_row(recipe, self.tried, self.limit, self._beaten_by_s(recipe))
+            return RecipeTried(recipe, RecipeOutcome.BUBBLE) if self._in_stages(recipe) >= beat_s else slower
+        return slower or slack_row(recipe, self.tried, self.limit, beat_s)
 
     @property
     def offloads_inputs(self) -> bool:

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autoshard.cost import Topology
+from autoshard.cost import Topology, load_calibration
 from autoshard.planning import Options, PlanResult, make_plan, plan_recipes
-from autoshard.planning.price.analysed_program import analyse_program, reprice
+from autoshard.planning.price.analysed_program import Task, analyse_program, reprice
 from autoshard.planning.price.remat_forecast import spared_seconds
 from autoshard.planning.recipes.recipe import Recipe, RecipeOutcome, RecipeTried
 from autoshard.planning.recipes.recipe_follow_ups import MemoryPruning
@@ -120,9 +120,33 @@ def test_eager_steps_have_no_stacks_to_spare() -> None:
     assert spared_seconds(dataclasses.replace(model, eager=True), choices) == 0
 
 
-@pytest.mark.parametrize(("remat", "known"), [("full", False), ("none", False)])
-def test_only_what_is_known_to_compute_longer_is_left_out(remat: str, known: bool) -> None:
+@pytest.mark.parametrize(
+    ("first", "second", "unlimited_s", "known"),
+    [("none", "dots", 1.0, True), ("none", "dots", 0.9, False), ("dots", "none", 1.0, False)],
+    ids=["slower with any memory", "may be faster with memory", "computes less"],
+)
+def test_what_is_slower_with_any_memory_is_not_recomputed(
+    first: str, second: str, unlimited_s: float, known: bool
+) -> None:
+    options = Options(topology=TOPOLOGY, mesh="data=4,model=2")
+    topology, figures = Topology.parse(TOPOLOGY), load_calibration("v5e")
+    pruning = MemoryPruning(topology)
+    for remat in ("none", "dots"):
+        program = stack(remat)
+        reading = analyse_program(program, topology)
+        task = Task(program, reading, options.asked, topology.usable_bytes, 0, figures)
+        recipe = Recipe((("remat", remat), ("experts", "sorted")))
+        if remat == "none":
+            pruning.add(recipe, task, {"data": 4, "model": 2}, 0.0)
+        else:
+            assert pruning.why_not(recipe, task) is not None
+    beaten, later = (Recipe((("remat", remat), ("experts", "ragged:4"))) for remat in (first, second))
+    rows = [RecipeTried(beaten, RecipeOutcome.BEATEN, elements=2, unlimited_s=2 * unlimited_s)]
+    assert bool(pruning.slower(later, rows, 0.95)) is known
+    assert not pruning.slower(later.but(experts="sorted"), rows, 0.95), "its experts are dispatched in another way"
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_only_what_is_known_to_compute_longer_is_left_out(remat: str) -> None:
     rows = [RecipeTried(Recipe((("remat", "dots"), ("stages", 2))), RecipeOutcome.UNMOVED)]
-    assert (
-        bool(MemoryPruning(Topology.parse(TOPOLOGY)).slower(Recipe((("remat", remat), ("stages", 2))), rows)) is known
-    )
+    assert not MemoryPruning(Topology.parse(TOPOLOGY)).slower(Recipe((("remat", remat), ("stages", 2))), rows, 1.0)

@@ -220,6 +220,22 @@ def test_a_limit_that_no_choice_can_keep_is_seen_before_anything_is_solved(monke
     assert {t.verdict for t in chosen.tried} == {"chosen", "no plan on it fits"}
 
 
+def test_a_mesh_without_room_is_bounded_as_if_it_had_room() -> None:
+    program, topology = made.program("mlp"), Topology.parse("cpu:8")
+    reading, figures = analyse_program(program, topology.backend), load_calibration(topology.chip)
+    mesh = make_mesh(topology, {"data": 4, "model": 2})
+
+    def attempts(limit: int) -> MeshAttempts:
+        return MeshAttempts(Task(program, reading, Asked(), limit, 0, figures), 10.0)
+
+    roomy = attempts(topology.usable_bytes).attempt(mesh, None, keep=False)
+    assert roomy.best is not None
+    rival = Incumbent(10 * roomy.step_s, 2, roomy.weights)
+    short = attempts(4000).attempt(mesh, rival, keep=False)
+    assert short.best is None and short.excess > 0
+    assert 0 < short.unconstrained_bound_s <= roomy.step_s
+
+
 def test_meshes_that_are_not_solved_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     full = {tried.mesh: tried for tried in searched("wide mlp", "v5e:4x4").meshes}
     monkeypatch.setattr("autoshard.planning.mesh.mesh_attempt.MOST_PAIRS", 6000)
