@@ -9,7 +9,7 @@ from typing import Any
 
 from autoshard.base.units import dtype_bits, format_seconds
 from autoshard.errors import UserError
-from autoshard.planning import Plan, Prediction, chosen_options
+from autoshard.planning import Plan, Prediction, Recipe, chosen_options, shortened
 from autoshard.program import parse_lora, parse_remat
 
 
@@ -21,13 +21,17 @@ UNSOLVED_SHOWN = 6
 
 
 def mesh_notes(plan: Plan) -> list[str]:
-    """Return sentences on the plan's other meshes: whether they have its form, and that their axes are whole."""
-    free_s = plan.meshes[0].step_time_s if plan.meshes else None
-    notes = [WHOLE_AXES]
-    if plan.origin.form and free_s is not None:
-        form = f"without the {plan.origin.form} form, in which the chosen mesh takes {format_seconds(free_s)}"
-        notes.insert(0, f"These are plans {form}.")
-    return notes
+    """Return sentences on the plan's other meshes: whether they have its form and recipe, and that their axes are
+    whole.
+    """
+    own_s = plan.meshes[0].step_time_s if plan.meshes else None
+    form = f" without the {plan.origin.form} form" if plan.origin.form else ""
+    other = None if plan.recipe is None or not plan.recipe.meshes_of else Recipe(tuple(plan.recipe.meshes_of.items()))
+    recipe = f" with {shortened(str(other))}" if other else ""
+    if own_s is None or not form + recipe:
+        return [WHOLE_AXES]
+    own = format_seconds(own_s)
+    return [f"These are plans{form}{recipe}, in which the chosen mesh takes {own}.", WHOLE_AXES]
 
 
 def unsolved_meshes(plan: Plan) -> str:

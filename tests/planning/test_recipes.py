@@ -34,7 +34,10 @@ from autoshard.planning.mesh_choice import EarlierRecipes
 from autoshard.planning.price.analysed_program import analyse_program, least_seconds
 from autoshard.planning.price.reshard_paths import PathTables
 from autoshard.planning.recipes.recipe import Recipe, needs_no_less
+from autoshard.planning.recipes.recipe_report import report_recipes
+from autoshard.planning.recipes.recipe_search import RecipeSearch
 from autoshard.program import DecoderDims, Program, decoder_program, open_source, read_choices, trace
+from autoshard.report.figures import WHOLE_AXES, mesh_notes
 from tests.graph.programs import f32
 from tests.planning import programs as made
 from tests.planning.recipes import ON, tried
@@ -53,6 +56,22 @@ def test_the_fastest_is_chosen_and_the_others_are_reported() -> None:
     assert result.plan.words[-1].startswith(f"remat {chosen} (instead: ")
     assert set(tried(result)) == {"remat none", "remat full"}
     assert set(result.wall_s) >= {"extract", "price", "solve"}
+
+
+def test_a_recipe_on_the_mesh_of_another_reports_the_meshes_of_that_one() -> None:
+    options = Options(topology=ON["topology"], refine_axes=False)
+    search = RecipeSearch(lambda remat: made.program(KINDS[remat]), options, Running(), of_source=True)
+    searched, other = (Recipe((("remat", remat),)) for remat in KINDS)
+    search.plan(searched)
+    assert search.best is not None
+    before = search.best[1].plan
+    search.plan(other, mesh=dict(before.mesh), force=True)
+    row, result = search.best[0], make_plan(made.program(KINDS["full"]), dataclasses.replace(options, mesh=before.mesh))
+    plan = report_recipes((dataclasses.replace(row, recipe=other), result), search.tried, search.meshes, (), {})[1].plan
+    assert not result.plan.meshes and plan.meshes == before.meshes and len(plan.meshes) > 1
+    assert plan.recipe is not None and plan.recipe.meshes_of == {"remat": "none"}
+    assert mesh_notes(plan)[0].startswith("These are plans with remat none, ")
+    assert mesh_notes(before) == [WHOLE_AXES]
 
 
 def elements(kind: str) -> int:

@@ -32,11 +32,8 @@ from autoshard.planning.recipes.recipe import (
     RecipeTried,
     beaten_row,
     elements_of,
-    figures_of,
-    line_of,
     slack_row,
     unfit_row,
-    verdict_of,
 )
 from autoshard.planning.recipes.recipe_follow_ups import (
     MemoryPruning,
@@ -47,6 +44,7 @@ from autoshard.planning.recipes.recipe_follow_ups import (
     why_more,
 )
 from autoshard.planning.recipes.recipe_order import LEAST_GAIN, in_order
+from autoshard.planning.recipes.recipe_report import SearchedMeshes, report_recipes
 from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.solve.infeasible import state_bytes
 from autoshard.planning.solve.problem_builder import Floors, floors
@@ -154,7 +152,8 @@ def plan_recipes(
             mix_remats(search, remats)
         if None in choices.get("gradient_groups", ()):
             add_gradient_groups(search)
-    return search.report()
+    assert search.best is not None
+    return report_recipes(search.best, search.tried, search.meshes, search.stacks or (), search.wall)
 
 
 class RecipeSearch:
@@ -172,6 +171,7 @@ class RecipeSearch:
         self.arithmetic: dict[Recipe, Arithmetic] = {}
         self.tried: list[RecipeTried] = []
         self.wall: dict[str, float] = {}
+        self.meshes = SearchedMeshes()
         self.splits: dict[Recipe, bool] = {}
         """True for each planned recipe that splits the sequence of an attention."""
         self.full: dict[Recipe, tuple[Program, Plan]] = {}
@@ -314,6 +314,7 @@ class RecipeSearch:
             return False
         self.wall = {k: self.wall.get(k, 0.0) + result.wall_s.get(k, 0.0) for k in {**self.wall, **result.wall_s}}
         self.splits[recipe] = splits_sequence(result.plan.axis_roles)
+        self.meshes.add(recipe, result.plan)
         prediction = result.plan.prediction
         needed = needed_by_eager_torch(result.plan, self.limit) if self.is_gathered and self.of_source else ""
         if needed:
@@ -450,28 +451,3 @@ class RecipeSearch:
         if least > self.limit:
             return bound, least, RecipeOutcome.UNFIT
         return bound, least, RecipeOutcome.UNMOVED if bound >= beat_s else None
-
-    def report(self) -> tuple[Recipe, PlanResult]:
-        """Return the best recipe and its plan.
-
-        The words and the provenance of the plan, and of its candidates, report the outcomes of all recipes.
-        """
-        assert self.best is not None
-        row, result = self.best
-        rows = sorted(self.tried, key=lambda each: (each is not row, each.per_element_s, each.bound_s or math.inf))
-        rows = [dataclasses.replace(each, reason=verdict_of(each, row)) for each in rows]
-        varied = len({each.elements for each in rows if each.step_time_s is not None}) > 1
-        lines = tuple(
-            filter(None, (line_of(row.recipe, rows), pipeline_recipes.pipeline_words(row, rows, self.stacks or ())))
-        )
-        figures = [figures_of(each, rows, varied) for each in rows]
-
-        def with_recipes(plan: Plan) -> Plan:
-            """Add the recipes to the words and the provenance of a plan."""
-            recipes = {"recipe": {"chosen": row.recipe.arguments, "tried": figures}}
-            return dataclasses.replace(plan, words=(*plan.words, *lines), provenance=plan.provenance | recipes)
-
-        candidates = tuple(dataclasses.replace(each, plan=with_recipes(each.plan)) for each in result.candidates)
-        return row.recipe, dataclasses.replace(
-            result, plan=with_recipes(result.plan), candidates=candidates, wall_s=self.wall
-        )

@@ -34,6 +34,8 @@ class RecipeChoice:
     """Value of each choice by name."""
     tried: tuple[dict[str, Any], ...]
     """Rows as in the plan file, the chosen one first; see docs/json.md."""
+    meshes_of: dict[str, Any] | None = None
+    """Choices of the recipe that the rows of `Plan.meshes` belong to; None for the chosen one."""
 
     @property
     def rejected(self) -> tuple[dict[str, Any], ...]:
@@ -105,7 +107,7 @@ def read_origin(provenance: Mapping[str, Any]) -> Origin:
     fields = {field.name for field in dataclasses.fields(Source)}
     return Origin(
         source=Source(**{key: value for key, value in source.items() if key in fields}) if source else None,
-        recipe=RecipeChoice(recipe.get("chosen", {}), tuple(recipe.get("tried", ()))) if recipe else None,
+        recipe=_recipe_choice(recipe) if recipe else None,
         flags=tuple(flags.get("flags", ())),
         flag_prices=tuple(flags.get("priced", ())),
         flag_sets=dict(provenance.get("flag_sets") or {}),
@@ -126,3 +128,8 @@ def read_origin(provenance: Mapping[str, Any]) -> Origin:
         padded=provenance.get("padded", {}).get("words", ""),
         jax_version=provenance.get("versions", {}).get("jax"),
     )
+
+
+def _recipe_choice(recipe: Mapping[str, Any]) -> RecipeChoice:
+    """Return the recipe that an entry of the provenance states."""
+    return RecipeChoice(recipe.get("chosen", {}), tuple(recipe.get("tried", ())), recipe.get("meshes_of"))
