@@ -1,7 +1,8 @@
-"""Registry of the functions that save, explain, run, show and draw plans and programs.
+"""Registry of the functions that save, explain, run, show, draw and price plans and programs.
 
 `Plan` has methods that save, explain, run and show it, and `Program` has one that draws it. Neither record imports the
-code for that. A module registers its code with `provides`; the first use of a method imports that module.
+code for that, and the planner does not import the prices of eager torch. A module registers its code with `provides`;
+the first use imports that module.
 """
 
 import importlib
@@ -13,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 Provider = TypeVar("Provider", bound=Callable[..., Any])
 
 HOMES = {
+    "eager_price": "autoshard.degrees",
     "explain": "autoshard.planning.explain.explanation",
     "graph": "autoshard.planning.explain.program_graph",
     "run": "autoshard.exec",
@@ -115,7 +117,8 @@ def provides(request: str) -> Callable[[Provider], Provider]:
 def provider(request: str) -> Callable[..., Any]:
     """Return the provider of `request`, importing its module if needed.
 
-    It is `save_plan`, `explain_plan` or the function that draws a graph, or the class of a `Runner` or a `Viewer`.
+    It is `save_plan`, `explain_plan`, `eager_step_s` or the function that draws a graph, or the class of a `Runner` or
+    a `Viewer`.
     Raises `KeyError` for a request that is not in `HOMES`.
     """
     if request not in _providers:

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 
+from autoshard.base.providers import provides
 from autoshard.cost import Topology
 from autoshard.degrees.degree_choice import gpu_decoder
 from autoshard.degrees.gpu_run import GpuRun
@@ -19,6 +20,7 @@ nearly does.
 """
 
 
+@provides("eager_price")
 def eager_step_s(plan: Plan) -> float | None:
     """Return the seconds of a plan's step in eager torch on GPUs, as `choose_degrees` prices torchtitan's.
 

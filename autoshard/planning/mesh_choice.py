@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from autoshard.cost import Mesh, candidate_meshes
 from autoshard.errors import InfeasibleError, UserError
+from autoshard.planning.forms.eager_memory import eager_excess
 from autoshard.planning.forms.export_forms import Form
 from autoshard.planning.forms.spec_search import NEAR
 from autoshard.planning.forms.within_form import BestWithin, plan_within
@@ -15,6 +16,7 @@ from autoshard.planning.mesh.mesh_search import MeshSearch, PrunedByBound
 from autoshard.planning.mesh.mesh_searcher import MeshOutcome, Searcher
 from autoshard.planning.price.reshard_paths import PathTables
 from autoshard.planning.record.plan_parts import MeshTried
+from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.solve.weight_search import SearchResult, Start
 from autoshard.planning.space.attention_exchange import check_exchange
 from autoshard.planning.space.derived_axes import LEAST_GAIN, STAGE, find_axis_parts
@@ -219,11 +221,20 @@ def on_one_axis(
 
 
 def better_within(
-    first: OnOneAxis | None, searched: MeshResults, within: Callable[[], BestWithin]
+    first: OnOneAxis | None,
+    searched: MeshResults,
+    within: Callable[[], BestWithin],
+    written: Callable[[MeshOutcome, BestWithin], Plan],
 ) -> tuple[MeshResults, BestWithin]:
     """Return the results of the meshes with the form's plan on the chosen one, or with `first` if that is as good.
 
-    `within` plans in the form on the chosen mesh. Raises `InfeasibleError` if the form has a plan on neither.
+    The plans are compared by their steps in eager torch if these are known and differ by `LEAST_GAIN`, else by those of
+    compiled ops.
+
+    - `within`: plans in the form on the chosen mesh.
+    - `written`: writes the form's plan on a mesh.
+
+    Raises `InfeasibleError` if the form has a plan on neither.
     """
     if first is None:
         return searched, within()
@@ -231,9 +242,14 @@ def better_within(
         return searched, first.within
     try:
         found = within()
-        if found.best.expected_s < (1 - LEAST_GAIN) * first.expected_s:
+        eager = eager_excess(written(searched.best, found), written(first.outcome, first.within))
+        if eager is None or abs(eager) <= LEAST_GAIN:
+            excess, by = found.best.expected_s / first.expected_s - 1, ""
+        else:
+            excess, by = eager, " in eager torch"
+        if excess < -LEAST_GAIN:
             return searched, found
-        verdict = f"within the form {found.best.expected_s / first.expected_s - 1:.1%} slower"
+        verdict = f"within the form {excess:.1%} slower{by}" if excess < math.inf else "too large for eager torch"
     except InfeasibleError:
         verdict = "the form can hold no plan on it"
     outcome, own = first.outcome, mesh_text(first.outcome.model.mesh)

@@ -184,6 +184,7 @@ def make_plan(
     first = None
     if form is not None and form.gathers and given is None and parsed.num_devices > 1:
         first = on_one_axis(form, search_on, limits, before, phases.progress)
+    known = {**figures.provenance, **({"eager": True} if reading.eager else {})}
     searched = search_meshes(search_on, given, limits.seconds, options.refine_axes, before, first)
     within = None
     if form is not None and isinstance(searched.best.found, SearchResult):
@@ -194,7 +195,14 @@ def make_plan(
             phases.start("form", f"planning within what the {form.name} form can hold")
             return plan_within(form, on.model, reading.groups, on.found, on.required, limits, phases.progress)
 
-        searched, within = better_within(first, searched, within_form)
+        def written(on: MeshOutcome, choice: BestWithin, form: Form = form) -> Plan:
+            """Return the form's plan on a mesh, without its baselines."""
+            assert isinstance(on.found, SearchResult)
+            origin = {**known, "for": form.name}
+            writer = Writer(program, reading.groups, limits.memory_bytes, limits.seed, [], origin)
+            return writer.write(contender(on.model, on.found, choice.best, "plan", ""))
+
+        searched, within = better_within(first, searched, within_form, written)
     best, found = searched.best, searched.best.found
     if isinstance(found, Infeasible):
         explain = functools.partial(explain_infeasible, best.model, found, limits, best.required)
@@ -205,7 +213,6 @@ def make_plan(
     compared = searched.compared if isinstance(searched.compared.found, SearchResult) else best
     assert isinstance(compared.found, SearchResult)
     completed = compared.found.baselines
-    known = {**figures.provenance, **({"eager": True} if reading.eager else {})}
     baseline_writer = Writer(program, reading.groups, limits.memory_bytes, limits.seed, list(completed), known)
     asked: dict[str, Any] = {}
     if options.asked:

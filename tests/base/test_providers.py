@@ -33,6 +33,6 @@ def test_providers_are_the_public_functions():
 
 def test_only_what_plans_ask_for_can_be_provided():
     with pytest.raises(
-        ValueError, match="a plan is never asked to dance; it is asked to explain, graph, run, save, view"
+        ValueError, match="a plan is never asked to dance; it is asked to eager_price, explain, graph, run, save, view"
     ):
         provides("dance")(Plan)

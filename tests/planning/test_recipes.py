@@ -33,7 +33,7 @@ from autoshard.planning.mesh.mesh_search import PrunedByBound
 from autoshard.planning.mesh_choice import EarlierRecipes
 from autoshard.planning.price.analysed_program import analyse_program, least_seconds
 from autoshard.planning.price.reshard_paths import PathTables
-from autoshard.planning.recipes.recipe import Recipe, needs_no_less
+from autoshard.planning.recipes.recipe import Recipe, RecipeOutcome, RecipeTried, needs_no_less, verdict_of
 from autoshard.planning.recipes.recipe_report import report_recipes
 from autoshard.planning.recipes.recipe_search import RecipeSearch
 from autoshard.program import DecoderDims, Program, decoder_program, open_source, read_choices, trace
@@ -72,6 +72,16 @@ def test_a_recipe_on_the_mesh_of_another_reports_the_meshes_of_that_one() -> Non
     assert plan.recipe is not None and plan.recipe.meshes_of == {"remat": "none"}
     assert mesh_notes(plan)[0].startswith("These are plans with remat none, ")
     assert mesh_notes(before) == [WHOLE_AXES]
+
+
+def test_a_step_with_a_time_in_eager_torch_beats_one_without() -> None:
+    recipe = Recipe((("remat", "none"),))
+    compiled = RecipeTried(recipe, RecipeOutcome.PLANNED, step_time_s=1.0, expected_s=1.0, peak_bytes=1)
+    eager, slower = (dataclasses.replace(compiled, eager_s=seconds) for seconds in (2.0, 3.0))
+    assert eager.beats(compiled, compiled.per_element_s) and not compiled.beats(eager, eager.per_element_s)
+    assert eager.beats(slower, slower.per_element_s) and not slower.beats(eager, eager.per_element_s)
+    assert verdict_of(slower, eager) == "50.0% slower in eager torch"
+    assert verdict_of(compiled, eager) == "its time in eager torch is not known"
 
 
 def elements(kind: str) -> int:

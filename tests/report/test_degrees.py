@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import math
 import tomllib
 from pathlib import Path
 
@@ -20,6 +21,9 @@ from autoshard.degrees import (
     eager_step_s,
     gpu_decoder,
 )
+from autoshard.planning import Options, plan_recipes
+from autoshard.planning.forms.eager_memory import eager_excess
+from autoshard.program import Program, open_source
 from autoshard.report import terminal_report
 
 
@@ -62,6 +66,27 @@ def test_a_plan_for_fsdp2_has_the_time_of_these_degrees() -> None:
     # The size of the batch may be the default, which no option states.
     given["program_options"] = {"train": True}
     assert eager_step_s(autoshard.plan("hf:llama-tiny", form="fsdp2", **given))
+
+
+def test_recipes_of_an_eager_form_are_ranked_by_their_time_in_eager_torch() -> None:
+    """Leave recomputation open that spares traffic of a compiled step, and only adds kernels to an eager one."""
+    options = Options(topology="h100:8", mesh="data=8", form="fsdp2")
+
+    def make(remat: str) -> Program:
+        return open_source("hf:llama-tiny", train=True, batch=4096, seq=128, remat=remat)
+
+    plan = plan_recipes(make, {"remat": ("none", "full")}, options, of_source=True)[1].plan
+    rows = {row["choices"]["remat"]: row for row in plan.provenance["recipe"]["tried"]}
+    assert min(rows, key=lambda remat: rows[remat]["step_time_s"]) == "full"
+    assert min(rows, key=lambda remat: rows[remat]["eager_step_time_s"]) == "none"
+    assert plan.recipe is not None and plan.recipe.chosen == {"remat": "none"}
+    assert rows["none"]["eager_step_time_s"] == eager_step_s(plan)
+    assert rows["full"]["verdict"].endswith("slower in eager torch")
+    text = io.StringIO()
+    Console(file=text, width=200).print(terminal_report(plan))
+    assert "eager step" in text.getvalue()
+    short = dataclasses.replace(plan, memory_limit_bytes=plan.prediction.peak_bytes)
+    assert eager_excess(plan, plan) == 0 and eager_excess(short, plan) == math.inf == -eager_excess(plan, short)
 
 
 def test_the_written_plan_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,10 +1,11 @@
-"""Memory of an eager step under FSDP2, from the figures of the same step compiled by XLA."""
+"""Memory of an eager step under FSDP2, from the figures of the same step compiled by XLA, and comparisons of steps."""
 
 import collections
 import math
 import re
 from typing import Any
 
+from autoshard.base.providers import provider
 from autoshard.base.units import dtype_bits, format_bytes
 from autoshard.planning.record.plan_parts import Prediction
 from autoshard.planning.record.plan_record import Plan
@@ -95,6 +96,25 @@ def needed_by_eager_torch(plan: Plan, limit: int) -> str:
     if eager is None or eager <= EAGER_SHARE * limit or plan.prediction.peak_bytes > limit:
         return ""
     return format_bytes(eager)
+
+
+def eager_seconds(plan: Plan) -> float | None:
+    """Return the seconds of a plan's step in eager torch; None for forms and programs without such a price."""
+    return provider("eager_price")(plan)
+
+
+def eager_excess(plan: Plan, other: Plan) -> float | None:
+    """Return the share by which a plan's step in eager torch is longer than another plan's, negative if it is shorter.
+
+    It is infinite if only this plan exceeds the memory that eager torch has, and None if a time is not known.
+    """
+    fits, other_fits = (not needed_by_eager_torch(each, each.memory_limit_bytes) for each in (plan, other))
+    seconds, other_s = eager_seconds(plan), eager_seconds(other)
+    if seconds is None or other_s is None:
+        return None
+    if fits != other_fits:
+        return -math.inf if fits else math.inf
+    return seconds / other_s - 1
 
 
 def refused_by_eager_torch(recipe: str, form: str | None, needed: str, limit: int) -> str:

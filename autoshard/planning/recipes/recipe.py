@@ -99,6 +99,8 @@ class RecipeTried:
     """Lower bound of the peak in bytes, used to decide if memory binds when `peak_bytes` is None."""
     forecast: RematForecast | None = None
     """Forecast from before planning, for a remat policy that the planner composed value by value."""
+    eager_s: float | None = None
+    """Step time in seconds in eager torch, for forms that run so; None if it is not known."""
     unlimited_s: float = 0.0
     """Lower bound in seconds of a step with unlimited memory on every searched mesh; 0 if none is known."""
     skipped_meshes: int = 0
@@ -114,11 +116,28 @@ class RecipeTried:
     @property
     def per_element_s(self) -> float:
         """Expected seconds per element of the batch, by which recipes are compared; per step if elements are unknown.
-        Infinite without a plan.
+
+        They are those of eager torch where these are known, and infinite without a plan.
         """
         if self.expected_s is None:
             return math.inf
-        return self.expected_s / (self.elements or 1)
+        return (self.expected_s if self.eager_s is None else self.eager_s) / (self.elements or 1)
+
+    @property
+    def shown_s(self) -> float | None:
+        """Step time in seconds that reports state: that of eager torch where it is known; None without a plan."""
+        return self.step_time_s if self.eager_s is None else self.eager_s
+
+    def beats(self, other: "RecipeTried", beaten_by_s: float) -> bool:
+        """Return True if a planned recipe is better than the best one so far.
+
+        A step whose time in eager torch is known beats one without: only the former can be compared with others.
+
+        - `beaten_by_s`: seconds per element below which it is.
+        """
+        if (self.eager_s is None) != (other.eager_s is None):
+            return other.eager_s is None
+        return self.per_element_s < beaten_by_s
 
 
 def elements_of(program: Program) -> int:
@@ -198,8 +217,12 @@ def verdict_of(row: RecipeTried, best: RecipeTried) -> str:
         return f"at least {excess:.1%} {RecipeOutcome.BEATEN.value}" if excess >= 5e-4 else "no faster on any mesh"
     if row.verdict or row is best or row.step_time_s is None:
         return row.verdict
+    if row.eager_s is None and best.eager_s is not None:
+        return "its time in eager torch is not known"
     excess = row.per_element_s / best.per_element_s - 1
     each = "" if row.elements == best.elements else " for each element of the batch"
+    if row.eager_s is not None:
+        return f"{excess:.1%} slower{each} in eager torch"
     assert best.step_time_s is not None
     foreseen = row.step_time_s / (row.elements or 1) / (best.step_time_s / (best.elements or 1)) - 1
     if excess - foreseen > RISKY:
@@ -224,7 +247,7 @@ def line_of(chosen: Recipe, rows: Sequence[RecipeTried]) -> str:
     name = (open_choices or [chosen.choices[0][0]])[0]
     others = ", ".join(
         f"{shortened(str(row.recipe.arguments[name] or 1))} "
-        f"{row.verdict if row.step_time_s is None else format_seconds(row.step_time_s)}"
+        f"{row.verdict if row.shown_s is None else format_seconds(row.shown_s)}"
         for row in rows[1 : OTHERS + 1]
     )
     others += f", and {len(rows) - OTHERS - 1} more" if len(rows) > OTHERS + 1 else ""
@@ -253,10 +276,12 @@ def figures_of(row: RecipeTried, rows: Sequence[RecipeTried], varied: bool) -> d
             for other in rows
         ),
     }
+    if row.eager_s is not None:
+        figures["eager_step_time_s"] = row.eager_s
     if row.forecast is not None:
         figures["foreseen"] = {"step_time_s": row.forecast.step_time_s, "peak_bytes": row.forecast.peak_bytes}
     if varied and row.step_time_s is not None and row.elements:
-        figures["seconds_per_element"] = row.step_time_s / row.elements
+        figures["seconds_per_element"] = (row.shown_s or 0.0) / row.elements
     return figures
 
 

@@ -193,12 +193,14 @@ def compose_remat(search: Search, remats: Sequence[str]) -> bool:
     is slower for that, is planned with axes cut in two.
 
     Return False without planning it if there is no plan of full recomputation, or no value can be saved. The same holds
-    for a plan from which a policy was composed before.
+    for a plan from which a policy was composed before, and for steps of eager torch, whose prices know no such policy.
 
     - `search`: must have a best recipe.
     """
     assert search.best is not None
     row, made = search.best
+    if row.eager_s is not None:
+        return False
     if row.recipe.arguments.get("remat") == REMATS[0]:
         # A policy that computes more gains no more than unlimited memory and less traffic do.
         expected_s = made.plan.prediction.expected_s

@@ -10,7 +10,14 @@ from autoshard.base.units import format_bytes, format_count, format_seconds
 from autoshard.cost import Topology, make_mesh
 from autoshard.planning import MeshTried, Plan, Prediction, axis_words, mesh_words
 from autoshard.report.display import breakable, clean, readable
-from autoshard.report.figures import best_baseline, compiled_figures, fixed_lines, mesh_notes, recipe_line
+from autoshard.report.figures import (
+    best_baseline,
+    compiled_figures,
+    fixed_lines,
+    mesh_notes,
+    recipe_heading,
+    recipe_line,
+)
 from autoshard.report.page.ops_page import BOUNDS, link_loads, memory_data, ops_data, ops_summary, roofs, timeline_data
 from autoshard.report.schedule_picture import schedule_picture
 from autoshard.report.terminal.argument_tree import module_trees
@@ -94,6 +101,7 @@ def html_report(
             recipe=recipe_line(plan),
             meshes=_meshes(plan),
             mesh_notes=" ".join(mesh_notes(plan)),
+            recipe_heading=recipe_heading(plan),
             binds=step_limits(plan),
             fixed=fixed_lines(plan),
             compare=compare and _comparison(plan, compare),

@@ -79,14 +79,15 @@ def recipe_table(plan: Plan) -> RenderableType | None:
         return None
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("recipe")
-    for name in ("step", "memory"):
+    for name in (figures.recipe_heading(plan), "memory"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("why not")
     for row in tried[: RECIPES + 1]:
+        step_s = figures.recipe_seconds(row)
         mark = " *" if row["frontier"] else ""
         table.add_row(
             Text(clean(shortened(str(Recipe(tuple(row["choices"].items())))))),
-            "" if row["step_time_s"] is None else format_seconds(row["step_time_s"]),
+            "" if step_s is None else format_seconds(step_s),
             "" if row["peak_bytes"] is None else format_bytes(row["peak_bytes"]) + mark,
             Text(clean(row["verdict"] or "chosen")),
         )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import re
 
 import jax
@@ -176,6 +177,25 @@ def test_a_form_that_gathers_has_all_devices_in_one_axis(form: str):
     for mesh in ({"data": 8}, {"data": 4, "model": 2}):
         given = autoshard.plan(program, topology="h100:8", mesh=mesh, form=form)
         assert plan.prediction.step_time_s <= given.prediction.step_time_s * (1 + NEAR)
+
+
+@pytest.mark.parametrize(
+    ("batch", "excess", "mesh", "verdict"),
+    [
+        (64, 0.2, {"data": 8}, "within the form 20.0% slower in eager torch"),
+        (64, math.inf, {"data": 8}, "too large for eager torch"),
+        (64, 0.0, {"data": 4, "model": 2}, ""),
+        (512, -0.2, {"data": 4, "model": 2}, ""),
+    ],
+)
+def test_the_mesh_of_an_eager_form_is_chosen_by_its_time_in_eager_torch(
+    monkeypatch: pytest.MonkeyPatch, batch: int, excess: float, mesh: dict[str, int], verdict: str
+) -> None:
+    """Plan steps whose mesh of two axes is faster with compiled ops with 64 rows, and as fast with 512."""
+    monkeypatch.setattr("autoshard.planning.mesh_choice.eager_excess", lambda plan, other: excess)
+    plan = autoshard.plan(trained(batch), topology="h100:8", form="torchtitan")
+    assert plan.mesh == mesh
+    assert not verdict or verdict in [each.verdict for each in plan.meshes if each.mesh == "data=4,model=2"]
 
 
 @pytest.mark.few(3)
