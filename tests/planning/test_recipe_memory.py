@@ -212,7 +212,7 @@ def test_state_on_the_hosts_needs_less_memory() -> None:
 
 
 def test_gradients_of_microbatches_are_summed_once_where_that_is_faster() -> None:
-    options = {"train": True, "batch": 64, "seq": 256, "attention": "plain", "microbatches": 4}
+    options = {"train": True, "batch": 64, "seq": 256, "attention": "plain", "microbatches": 4, "remat": "none"}
     running: dict[str, Any] = {"topology": "v5e:2x4", "mesh": "data=8"}
     each = autoshard.plan("hf:llama-tiny", program_options=options, **running)
     once = autoshard.plan("hf:llama-tiny", program_options=options | {"gradient_groups": "auto"}, **running)
