@@ -112,12 +112,13 @@ def test_a_plain_step_that_fits_is_recomputed_where_that_saves_traffic(
     assert chosen_s == plain_s or 0.5 < results[0].spared_s / (plain_s - chosen_s) < 1.5
 
 
-def test_eager_steps_have_no_stacks_to_spare() -> None:
+def test_eager_steps_and_cpus_have_no_stacks_to_spare() -> None:
     plan = make_plan(pointwise("none"), Options(topology="h100:2", mesh="data=2", refine_axes=False)).plan
     reading = analyse_program(pointwise("none"), Topology.parse(plan.topology))
     model, choices = reprice(plan, pointwise("none"), reading)
     assert spared_seconds(model, choices) > 0
     assert spared_seconds(dataclasses.replace(model, eager=True), choices) == 0
+    assert make_plan(pointwise("none"), Options(topology="cpu:2", mesh="data=2", refine_axes=False)).spared_s == 0
 
 
 @pytest.mark.parametrize(
