@@ -4,6 +4,7 @@ from autoshard.errors import UserError
 from autoshard.exports.explicit_values import Hint, advice, explicit_hints
 from autoshard.exports.export_text import (
     DONATES,
+    FUNCTIONAL,
     ON_SHARDS,
     STATIC,
     batch_axes,
@@ -23,7 +24,9 @@ from autoshard.program import Program
 
 
 _EXPLICIT = '''
+import functools
 import inspect
+import sys
 
 import jax
 import numpy as np
@@ -68,7 +71,7 @@ def hint(place, value):
     spec = at(place)
     return value if spec is None else jax.sharding.reshard(value, spec)
 
-{static}{donated}{on_shards}
+{static}{functional}{donated}{on_shards}
 def jit(fn, args, mesh=None, **options):
     """`jax.jit` of a step that is written in explicit mode; its results are brought to the plan's specs.
 
@@ -76,6 +79,8 @@ def jit(fn, args, mesh=None, **options):
     """
     mesh = make_mesh() if mesh is None else mesh
     static = static_positions(fn, len(args), options)
+    fn, arrays, finish = functional(fn, args, static)
+    args = arrays(args)
     free, whole = split(args, static)
     bound = (lambda *values: fn(*whole(values))) if static else fn
 {given}    leaves, tree = jax.tree.flatten(jax.eval_shape(lambda *given: given, *free))
@@ -89,7 +94,7 @@ def jit(fn, args, mesh=None, **options):
 
     def run(*args):
         with jax.set_mesh(mesh):
-            return step(*put(split(args, static)[0], mesh))
+            return finish(args, step(*put(split(arrays(args), static)[0], mesh)))
 
     return run
 
@@ -98,12 +103,14 @@ def jit_unchanged(fn, args, mesh=None, **options):
     """The same for a step as it was planned: explicit types without, XLA's propagation within."""
     mesh = make_mesh() if mesh is None else mesh
     static = static_positions(fn, len(args), options)
+    fn, arrays, finish = functional(fn, args, static)
+    args = arrays(args)
     free, whole = split(args, static)
     bound = (lambda *values: fn(*whole(values))) if static else fn
     outs = jax.tree.structure(jax.eval_shape(bound, *free))
     within = jax.sharding.auto_axes({step}, out_sharding=outs.unflatten(shardings(RESULTS, mesh).values()))
     step = jit(within, free, mesh, **options)
-    return lambda *args: step(*split(args, static)[0])
+    return lambda *args: finish(args, step(*split(arrays(args), static)[0]))
 
 
 {arguments}
@@ -167,6 +174,7 @@ def explicit_text(plan: Plan, sentence: str, program: Program | None = None) -> 
     return head(plan, (*pinned, *lacks), sentence) + _EXPLICIT.format(
         mesh=f"MESH = {plan.mesh!r}{batch}",
         static=STATIC,
+        functional=FUNCTIONAL,
         donated=donated,
         donates=DONATES if donated else "",
         options=options,

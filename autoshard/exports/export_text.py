@@ -62,6 +62,54 @@ def split(args, static):
 '''
 """Code of functions that keep static arguments apart; it needs `inspect`."""
 
+FUNCTIONAL = '''
+def functional(fn, args, static):
+    """`fn` over arrays, a function that makes its arguments, and one that turns its result into that of `fn`.
+
+    The arguments have states in place of Flax NNX objects. States of objects that `fn` changes precede the result, and
+    the last function updates the objects of a call by them.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    kinds = (nnx.Pytree, nnx.State) if nnx else ((), ())
+    places = [n for n, arg in enumerate(args) if isinstance(arg, kinds[0]) and not isinstance(arg, kinds[1])]
+    if not places:
+        return fn, lambda given: given, lambda given, out: out
+
+    def by_place(states):
+        return {n: states[k] if k in states else nnx.State({}) for k, n in enumerate(places)}
+
+    def arrays(given):
+        states = by_place(nnx.split(tuple(given[n] for n in places))[1])
+        return tuple(states.get(n, arg) for n, arg in enumerate(given))
+
+    def run(*given):
+        joined = nnx.State({k: given[n] for k, n in enumerate(places) if len(given[n])})
+        objects = nnx.merge(graphs, joined)
+        own = dict(zip(places, objects))
+        result = fn(*(own.get(n, arg) for n, arg in enumerate(given)))
+        return by_place(nnx.state(objects)), result
+
+    def step(*given):
+        states, result = run(*given)
+        return (*(states[n] for n in changed), result) if changed else result
+
+    def finish(given, out):
+        *states, result = out if changed else (out,)
+        for n, state in zip(changed, states):
+            nnx.update(given[n], state)
+        return result
+
+    graphs, given = nnx.split(tuple(args[n] for n in places))[0], arrays(args)
+    closed, (after, _) = jax.make_jaxpr(run, static_argnums=static, return_shape=True)(*given)
+    ins, outs = iter(closed.jaxpr.invars), iter(closed.jaxpr.outvars)
+    before = {n: [next(ins) for _ in jax.tree.leaves(arg)] for n, arg in enumerate(given) if n not in static}
+    same = {n: [next(outs) for _ in jax.tree.leaves(after[n])] == before[n] for n in places}
+    changed = [n for n in places if not same[n] or jax.tree.structure(after[n]) != jax.tree.structure(given[n])]
+    return functools.wraps(fn)(step), arrays, finish
+
+'''
+"""Code of a function that replaces Flax NNX objects by arrays; it needs `functools` and `sys`."""
+
 DONATED = '''
 DONATED = {{
 {names}}}

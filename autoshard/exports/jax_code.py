@@ -2,6 +2,7 @@
 
 from autoshard.exports.export_text import (
     DONATES,
+    FUNCTIONAL,
     MAKE_MESH,
     ON_SHARDS,
     STATIC,
@@ -21,6 +22,7 @@ from autoshard.planning import Plan
 _JAX = '''
 import functools
 import inspect
+import sys
 
 import jax
 import numpy as np
@@ -35,7 +37,7 @@ def shardings(specs, mesh):
     """One NamedSharding for each name, in the order of the step's flat arguments (or results)."""
     return {{name: NamedSharding(mesh, spec) for name, spec in specs.items()}}
 
-{static}{donated}{on_shards}
+{static}{functional}{donated}{on_shards}
 def jit(fn, args, mesh=None, **options):
     """`jax.jit(fn)` with the plan's shardings; `args` are its arguments, or their shapes, as they were planned.
 
@@ -43,6 +45,8 @@ def jit(fn, args, mesh=None, **options):
     """
     mesh = make_mesh() if mesh is None else mesh
     static = static_positions(fn, len(args), options)
+    fn, arrays, finish = functional(fn, args, static)
+    objects, args = args, arrays(args)
 
     @functools.wraps(fn)
     def step(*given):
@@ -52,17 +56,17 @@ def jit(fn, args, mesh=None, **options):
 
     outs = jax.tree.structure(jax.jit(fn, static_argnums=static).eval_shape(*args))
     if outs.num_leaves != len(RESULTS):
-        raise TypeError(
-            f"the plan has {{len(RESULTS)}} results, this step {{outs.num_leaves}}; one that changes Flax NNX objects "
-            "in place must return their `nnx.state`, or run by `plan.jit`"
-        )
-    return jax.jit(
+        raise TypeError(f"the plan has {{len(RESULTS)}} results, this step {{outs.num_leaves}}; plan it again")
+    planned = jax.jit(
         step if static else {direct},
         static_argnums=static,
         in_shardings=jax.tree.structure(split(args, static)[0]).unflatten(shardings(ARGUMENTS, mesh).values()),
         out_shardings=outs.unflatten(shardings(RESULTS, mesh).values()),
         **{options},
     )
+    if args is objects:
+        return planned
+    return lambda *given: finish(given, planned(*arrays(given)))
 
 
 {arguments}
@@ -88,6 +92,7 @@ def jax_text(plan: Plan, sentence: str) -> str:
         mesh=f"MESH = {plan.mesh!r}{batch}",
         on_shards=on_shards,
         static=STATIC,
+        functional=FUNCTIONAL,
         donated=donated,
         donates=DONATES if donated else "",
         options=options,
