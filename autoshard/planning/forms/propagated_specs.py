@@ -308,6 +308,24 @@ class Propagation:
             out[reshard.source].append(reshard)
         return into, out
 
+    def _seconds(self, reshard: Reshard) -> NDArray[np.float64]:
+        """Return the seconds of a reshard in one step for every pair of distinct states of source and target.
+
+        The array is [rows, columns]; it is infinite for a forbidden pair. It is made once for each reshard.
+        """
+        if id(reshard) not in self._seconds_of:
+            total: NDArray[np.float64] = np.zeros((int(reshard.rows.max()) + 1, int(reshard.columns.max()) + 1))
+            for cost in reshard.costs.values():
+                total = total + cost * reshard.trips
+            forbidden = reshard.forbidden
+            self._seconds_of[id(reshard)] = total if forbidden is None else np.where(forbidden, np.inf, total)
+        return self._seconds_of[id(reshard)]
+
+    @functools.cached_property
+    def _seconds_of(self) -> dict[int, NDArray[np.float64]]:
+        """The arrays of `_seconds` by the id of their reshard, which the model holds."""
+        return {}
+
     def _runs_alone(self, op_id: int) -> NDArray[np.bool_]:
         """Return True for the strategies of an op that specs alone can express: no split in space with halos, no call
         on shards.
@@ -344,12 +362,12 @@ class Propagation:
             for reshard in self.reshards[0].get(node, ()):
                 if chosen[reshard.source] >= 0:
                     row = int(reshard.rows[int(chosen[reshard.source])])
-                    seconds = seconds + _seconds(reshard)[row, reshard.columns]
+                    seconds = seconds + self._seconds(reshard)[row, reshard.columns]
         if out:
             for reshard in self.reshards[1].get(node, ()):
                 if chosen[reshard.target] >= 0:
                     column = int(reshard.columns[int(chosen[reshard.target])])
-                    seconds = seconds + _seconds(reshard)[reshard.rows, column]
+                    seconds = seconds + self._seconds(reshard)[reshard.rows, column]
         if allowed is not None and allowed.any():
             seconds = np.where(allowed, seconds, np.inf)
         # Differences below a picosecond are rounding.
@@ -362,17 +380,6 @@ def _is_forbidden(reshard: Reshard, chosen: NDArray[np.int64]) -> bool:
     if reshard.forbidden is None or source < 0 or target < 0:
         return False
     return bool(reshard.forbidden[reshard.rows[source], reshard.columns[target]])
-
-
-def _seconds(reshard: Reshard) -> NDArray[np.float64]:
-    """Return the seconds of a reshard in one step for every pair of distinct states of source and target.
-
-    The array is [rows, columns]; it is infinite for a forbidden pair.
-    """
-    total: NDArray[np.float64] = np.zeros((int(reshard.rows.max()) + 1, int(reshard.columns.max()) + 1))
-    for cost in reshard.costs.values():
-        total = total + cost * reshard.trips
-    return total if reshard.forbidden is None else np.where(reshard.forbidden, np.inf, total)
 
 
 def _splits_itself(rest: Rest, op: Op, states: States) -> NDArray[np.bool_]:

@@ -1,10 +1,8 @@
 """Search over the specs of arguments that an export form can express: local changes, splits by hand, gathers."""
 
 import dataclasses
-import itertools
 import math
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,12 +17,13 @@ from autoshard.planning.forms.export_forms import (
 )
 from autoshard.planning.forms.gathered_parameters import gathered_candidate
 from autoshard.planning.forms.propagated_specs import Propagation, needs_pins
+from autoshard.planning.forms.spec_changes import SpecChanges
 from autoshard.planning.price.evaluate import evaluate, tensor_spec
 from autoshard.planning.record.spec import Spec
 from autoshard.planning.solve.weight_search import Candidate, SearchResult, evaluated_candidate
 from autoshard.planning.space.baselines import spread_over, wide_axes
 from autoshard.planning.space.decision_model import Model
-from autoshard.planning.space.dim_groups import Groups, tensor_groups
+from autoshard.planning.space.dim_groups import Groups
 from autoshard.planning.space.plan_options import Limits
 from autoshard.planning.space.user_constraints import Required
 from autoshard.program import WEIGHTS, Role
@@ -37,6 +36,8 @@ the same input gives the same plan.
 """
 HEARD = 60
 """Most sets of specs that are completed by XLA's propagation, which takes longer; it replaces `TRIES` then."""
+UNTIED = 30
+"""Most sets of specs with optimizer state split otherwise than its parameter that XLA's propagation completes."""
 AHEAD = 12
 """Number of best sets from DTensor's propagation that XLA's propagation then completes."""
 RUN = 8
@@ -84,44 +85,63 @@ class SpecSearch:
         self.limits, self.progress = limits, progress
         self.until = processor_seconds() + limits.seconds
         self.propagation = Propagation(model, form.rest)
-        program = model.program
-        self.roles = {a.name: str(a.role) for a in program.arguments}
-        self.shapes = {a.name: tuple(a.shape) for a in program.arguments}
-        self.tensors = {
-            a.name: t
-            for a, t in zip(program.arguments, model.graph.arguments, strict=True)
-            if model.structure.cluster_of[t] >= 0
-        }
-        asked = [n for n, t in self.tensors.items() if self.node(t) in required.allowed]
-        self.pinned = {n: specs[0] for n in asked if len(specs := self.alternatives(n)) == 1}
-        self.own = [n for n in self.tensors if form.state or self.roles[n] != Role.OPTIMIZER_STATE]
-        self.tries = HEARD if form.rest is Rest.XLA else TRIES
+        self.changes = SpecChanges(form, model, groups, required)
+        self.roles, self.shapes = self.changes.roles, self.changes.shapes
+        self.tensors, self.pinned = self.changes.tensors, self.changes.pinned
+        self.allowance = self.tries = HEARD if form.rest is Rest.XLA else TRIES
         self.tried: dict[tuple[tuple[str, Spec | None], ...], Candidate | None] = {}
         self.best: Candidate | None = None
 
     def run(self, found: SearchResult) -> Candidate | None:
         """Return the best candidate, even if it does not fit; None if no set of specs gives one.
 
-        The search ends with a start that is near the certified bound of all plans.
+        The search ends with a start or a pass that is near the certified bound of all plans.
 
-        The starts are the specs of all choices in `found`, replication, splits of the batch by hand and, under XLA's
-        propagation, the results of `ahead`.
+        The starts are the specs of all choices in `found`, replication and splits of the batch by hand. Under XLA's
+        propagation there are the results of `ahead`, or of the search with state split like its parameter, too.
         """
         starts = [self.specs(start.choices) for start in (found.best, *found.baselines.values())]
         starts += [*self.by_hand(), *(self.specs(start.choices) for start in found.fitting)]
         starts.append({name: Spec.replicated(len(self.shapes[name])) for name in self.tensors})
-        for specs in starts:
+        self.price_specs(starts[0])
+        followed = self.with_state_like_parameters(found)
+        for specs in followed:
             self.price_specs(specs)
-        if self.best is None or not is_near(self.best, found):
-            if self.form.rest is Rest.XLA:
-                for specs in self.ahead(starts):
+        for specs in starts[1:]:
+            if self.form.gathers or not self.is_near(found):  # `as_run` compares all starts
+                self.price_specs(specs)
+        if not self.is_near(found):
+            if self.form.rest is Rest.XLA and not followed:
+                for specs in self.ahead(starts, found):
                     self.price_specs(specs)
-            self.local_search()
+            if not self.is_near(found):
+                self.local_search(found)
             if self.best is not None and not (self.best.fits and self.best.expected_s < SLOW * found.bound_s):
-                self.search_again()
+                self.search_again(found)
         return self.as_run(starts) if self.form.gathers else self.best
 
-    def search_again(self) -> None:
+    def is_near(self, found: SearchResult | None) -> bool:
+        """Return True if the best candidate is near the bound that `found` certifies (`is_near`)."""
+        return self.best is not None and found is not None and is_near(self.best, found)
+
+    def with_state_like_parameters(self, found: SearchResult) -> list[dict[str, Spec]]:
+        """Return the best specs of a form without specs of optimizer state, whose state is split like its parameter.
+
+        Such a form has far fewer changes to try, and a form with specs of state can express all its plans. The sets
+        that it priced count as tried. Empty for forms without specs of state, without state, and near the bound.
+        """
+        state = [name for name, role in self.roles.items() if role == Role.OPTIMIZER_STATE]
+        if self.form.rest is not Rest.XLA or not self.form.state or not state or self.is_near(found):
+            return []
+        like = dataclasses.replace(self.form, state=False)
+        search = SpecSearch(like, self.model, self.groups, self.required, self.limits, self.progress)
+        best = search.run(found)
+        self.tried |= search.tried
+        self.allowance, self.until = UNTIED, processor_seconds() + self.limits.seconds
+        self.tries = len(self.tried) + self.allowance
+        return [] if best is None else [self.specs(best.choices)]
+
+    def search_again(self, found: SearchResult) -> None:
         """Search once more, from the splits by hand with the least memory, and keep the better result.
 
         The best of all starts may be far from good sets of specs, as where activations are split in place of the batch.
@@ -131,8 +151,8 @@ class SpecSearch:
         if before is None or not priced:
             return
         self.best = min(priced, key=lambda each: each.outcome.peak_bytes)
-        self.tries, self.until = 2 * self.tries, self.until + self.limits.seconds
-        self.local_search()
+        self.tries, self.until = self.tries + self.allowance, self.until + self.limits.seconds
+        self.local_search(found)
         self.best = min(before, self.best, key=rank)
 
     def by_hand(self) -> list[dict[str, Spec]]:
@@ -215,7 +235,7 @@ class SpecSearch:
             return None
         return gathered_candidate(self.form.name, self.model, self.groups, specs, self.limits, self.required, axes)
 
-    def ahead(self, starts: Iterable[Mapping[str, Spec]]) -> list[dict[str, Spec]]:
+    def ahead(self, starts: Iterable[Mapping[str, Spec]], found: SearchResult) -> list[dict[str, Spec]]:
         """Return the specs of the `AHEAD` best candidates under DTensor's propagation, which is faster than XLA's.
 
         The search for them starts from `starts` and may spend half of the remaining time.
@@ -225,20 +245,20 @@ class SpecSearch:
         search = SpecSearch(quick, self.model, self.groups, self.required, half, self.progress)
         for specs in starts:
             search.price_specs(specs)
-        search.local_search()
+        search.local_search(found)
         candidates = sorted((each for each in search.tried.values() if each is not None), key=rank)
         return [self.specs(each.choices) for each in candidates[:AHEAD]]
 
-    def local_search(self) -> None:
+    def local_search(self, found: SearchResult | None = None) -> None:
         """Apply changes to the best specs until a pass over all changes improves nothing or the search is spent; report
-        each pass.
+        each pass. A result near the bound of `found` ends it too, if that is given.
         """
         while self.best is not None and not self.spent:
             before = rank(self.best)
-            for change in (*self.by_group(), *self.argument_changes()):
+            for change in (*self.changes.by_group(), *self.changes.argument_changes()):
                 self.price_specs(change(self.specs(self.best.choices)))
             self.progress(f"{len(self.tried)} sets of specs: step {self.best.outcome.step_time_s:.6g} s")
-            if rank(self.best) == before:
+            if rank(self.best) == before or self.is_near(found):
                 break
 
     @property
@@ -283,9 +303,10 @@ class SpecSearch:
         given = self.expressed({**specs, **self.pinned})
         key = tuple(given.items())
         if key not in self.tried:
-            self.tried[key] = candidate = self.candidate_of(given)
-            if candidate is not None and (self.best is None or rank(candidate) < rank(self.best)):
-                self.best = candidate
+            self.tried[key] = self.candidate_of(given)
+        candidate = self.tried[key]
+        if candidate is not None and (self.best is None or rank(candidate) < rank(self.best)):
+            self.best = candidate
 
     def candidate_of(self, given: Mapping[str, Spec | None]) -> Candidate | None:
         """Return the candidate that the given specs complete to; None if there is none.
@@ -304,71 +325,3 @@ class SpecSearch:
         except ValueError:  # two alternatives exclude each other
             return None
         return evaluated_candidate(self.model, self.form.name, choices, outcome, self.limits.memory_bytes)
-
-    # Changes of the search
-
-    def by_group(self) -> Iterator[Callable[[dict[str, Spec]], dict[str, Spec] | None]]:
-        """Yield changes that put an axis over one dim group, or over none, in all arguments with the group's dims.
-
-        Each change is a function from specs by name to new specs by name. A spec stays if its dim does not divide.
-        """
-        dims = {
-            name: tensor_groups(self.model.structure, self.groups.of_factor, self.tensors[name]) for name in self.own
-        }
-        present = sorted({g for own in dims.values() for g in own if g is not None})
-        for axis, group in itertools.product(self.model.axis_names, [None, *present]):
-
-            def change(specs: dict[str, Spec], axis: str = axis, group: int | None = group) -> dict[str, Spec] | None:
-                """Return specs with the axis over the dim group only, or over nothing if the group is None."""
-                changed = dict(specs)
-                for name, own in dims.items():
-                    if group is None or group in own:
-                        at = None if group is None else own.index(group)
-                        changed[name] = self.moved(specs[name], name, axis, at)
-                return changed
-
-            yield change
-
-    def moved(self, spec: Spec, name: str, axis: str, at: int | None) -> Spec:
-        """Return a spec with an axis over dim `at` only, or over none for None. Axes of one dim are in mesh order; the
-        spec itself returns if they do not divide the dim.
-        """
-        order = self.model.axis_names
-        dims = [tuple(a for a in axes if a != axis) for axes in spec.dims]
-        if at is not None:
-            dims[at] = tuple(sorted((*dims[at], axis), key=order.index))
-            if self.shapes[name][at] % Spec((dims[at],)).shards(self.model.mesh.axes):
-                return spec
-        return Spec(tuple(dims))
-
-    def argument_changes(self) -> Iterator[Callable[[dict[str, Spec]], dict[str, Spec] | None]]:
-        """Yield changes to each allowed spec of an argument and of those with a similar name, the most bytes first.
-
-        Names are similar if they differ in digits only and their shapes are equal.
-        """
-        slots: dict[tuple[str, tuple[int, ...]], list[str]] = {}
-        for name in self.own:
-            slots.setdefault((re.sub(r"\d+", "*", name), self.shapes[name]), []).append(name)
-        for names in sorted(slots.values(), key=lambda names: -self.size(names)):
-            for spec in self.alternatives(names[0]):
-                yield lambda specs, names=names, spec=spec: {**specs, **dict.fromkeys(names, spec)}
-
-    def size(self, names: Iterable[str]) -> int:
-        """Return the bytes of some arguments, before they are split."""
-        return sum(self.model.graph.tensors[self.tensors[name]].bytes for name in names)
-
-    def node(self, tensor: int) -> int:
-        """Return the node of the model that decides the spec of a tensor with a cluster."""
-        return self.model.cluster_node[self.model.structure.cluster_of[tensor]]
-
-    def alternatives(self, name: str) -> list[Spec]:
-        """Return the distinct specs of an argument that the constraints allow, in the order of its states."""
-        model, tensor = self.model, self.tensors[name]
-        node = self.node(tensor)
-        trial = np.zeros(len(model.nodes), dtype=np.int64)
-        allowed = self.required.allowed.get(node, np.ones(len(model.nodes[node].states), dtype=bool))
-        specs = {}
-        for row in np.flatnonzero(allowed):
-            trial[node] = row
-            specs[tensor_spec(model, trial, tensor)] = None
-        return list(specs)
