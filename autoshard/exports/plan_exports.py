@@ -192,8 +192,9 @@ def _held_remat(plan: Plan, form: Form) -> str:
 def _refuse_slow(plan: Plan, form: Form, prediction: Prediction | None, program: Program | None, held: str) -> None:
     """Raise FormError if a form's step takes more than `SLOWEST` of the plan's, or does not fit where the plan does.
 
-    The error names the first values that lack splits. Return for a form without a price, and for a plan that was made
-    within the form. `held` is as of `_held_remat`.
+    The error names the first values that lack splits, and ends with the command that plans within the form. It proposes
+    no constraint on these values: XLA splits their neighbours in its own way, and the step may become slower. Return
+    for a form without a price, and for a plan that was made within the form. `held` is as of `_held_remat`.
     """
     planned = plan.prediction
     if prediction is None or (plan.origin.form == form.name and not held):
@@ -205,9 +206,9 @@ def _refuse_slow(plan: Plan, form: Form, prediction: Prediction | None, program:
         ]
         raise FormError(
             f"the {form.name} form cannot hold this plan{_why(plan, held)}: its step would take {both[0]} of one "
-            f"device, the plan's takes {both[1]}. {_whole(form)}Repeat `autoshard plan` with --for {form.name} for the "
-            "best plan that it can hold, which may be much slower or not fit, or write it all the same with --force. "
-            f"{_lost(plan, form, program)}".rstrip()
+            f"device, the plan's takes {both[1]}. {_lost(plan, form, program)}{_whole(form)}--force writes it all the "
+            "same. For the best plan that the form can hold, which may be much slower or not fit, repeat "
+            f"`autoshard plan` with --for {form.name}."
         )
 
 
@@ -229,10 +230,7 @@ def _lost(plan: Plan, form: Form, program: Program | None) -> str:
         f"{each.line} ({each.kind}, {'x'.join(map(str, each.shape)) or 'a scalar'}, {partition(each.spec)})"
         for each in lost
     )
-    return (
-        f"The first values that lose a split are at {places}, or inside of what is called there; a constraint on such "
-        "a value in the step may keep it. "
-    )
+    return f"The first values that lose a split are at {places}, or inside of what is called there. "
 
 
 def _why(plan: Plan, held: str) -> str:
