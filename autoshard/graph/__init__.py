@@ -6,6 +6,10 @@ from autoshard.graph.clusters import Structure as Structure
 from autoshard.graph.clusters import build_structure as build_structure
 from autoshard.graph.extraction.attention_ops import Attention as Attention
 from autoshard.graph.extraction.attention_ops import find_attentions as find_attentions
+from autoshard.graph.extraction.attention_scores import Scores as Scores
+from autoshard.graph.extraction.attention_scores import attention_scores as attention_scores
+from autoshard.graph.extraction.attention_scores import is_summed as is_summed
+from autoshard.graph.extraction.attention_scores import scores_of as scores_of
 from autoshard.graph.extraction.opaque_rules import COLLECTIVES as COLLECTIVES
 from autoshard.graph.extraction.opaque_rules import IN as IN
 from autoshard.graph.extraction.opaque_rules import OUT as OUT

@@ -50,6 +50,8 @@ from autoshard.program.kernels.grouped_kernels import GroupedTiles as GroupedTil
 from autoshard.program.kernels.ring_attention import ring_attention as ring_attention
 from autoshard.program.kernels.ring_pieces import ring_side as ring_side
 from autoshard.program.kernels.splash_attention import GPU_AUTO as GPU_AUTO
+from autoshard.program.kernels.splash_attention import LANES as LANES
+from autoshard.program.kernels.splash_attention import block_sizes_words as block_sizes_words
 from autoshard.program.kernels.splash_attention import kernel_work as kernel_work
 from autoshard.program.kernels.split_top_k import top_k_on_shards as top_k_on_shards
 from autoshard.program.load import config_program as config_program

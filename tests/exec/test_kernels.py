@@ -15,7 +15,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 
 from autoshard import UserError, mlir
 from autoshard.exec.apply.calls_on_shards import lower_for_compiler
-from autoshard.graph import FactorKind, Op, read_graph
+from autoshard.graph import FactorKind, Op, Scores, attention_scores, read_graph
 from autoshard.planning import Options, Plan, make_plan
 from autoshard.program import Program, trace
 
@@ -78,6 +78,18 @@ def test_batch_and_heads_may_be_split(kind: str, names: list[str]) -> None:
         assert 4 * pairs <= op.flops <= 12 * pairs
         assert op.opaque is not None
         assert 0 < op.opaque.traffic < 50 * BATCH * HEADS * SEQ * DIM * 4, "no scores in memory"
+
+
+def test_scores_and_blocks_of_attention_are_read() -> None:
+    """Judge by jax: kernels have blocks of 128 x 128 by default, and a softmax has the shapes of its einsums."""
+    for op in calls(gradients("splash")):
+        assert attention_scores(read_graph(gradients("splash").module), op) == Scores(SEQ, SEQ, DIM, 128 * 128)
+
+    def plain(q: Any, k: Any, v: Any) -> Any:
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+    graph = read_graph(trace(plain, (bf16(4, 512, 2, 64), bf16(4, 256, 2, 64), bf16(4, 256, 2, 64))).module)
+    assert [each for op in graph.ops if (each := attention_scores(graph, op))] == [Scores(512, 256, 64)]
 
 
 def planned(program: Program, limit: int | None = None) -> Plan:

@@ -12,7 +12,7 @@ from autoshard.graph.flops import CUDNN, RING, call_flops
 from autoshard.graph.records import FactorKind, Opaque, Rule, Tensor
 
 
-_KERNELS = {
+KERNELS = {
     "_flash_attention_kernel": 4,
     "_flash_attention_dkv_kernel": 8,
     "_flash_attention_dq_kernel": 6,
@@ -59,7 +59,7 @@ def read_opaque(op: Any, operands: Sequence[Tensor], results: Sequence[Tensor], 
         uneven = tuple(work.imbalance.items())
         call = Opaque(target, rule, work.flops, work.traffic, own, fixed, work.dtype, head, sloping, work.steps, uneven)
         return dataclasses.replace(call, sent_share=work.sent_share)
-    for beginning, each in _KERNELS.items():
+    for beginning, each in KERNELS.items():
         if target.startswith(beginning):
             rule, count = _attention(operands, results, each)
             return Opaque(target, rule, count, 0, True, fixed, head=head)
@@ -70,11 +70,11 @@ def _head(target: str, operands: Sequence[Tensor]) -> int:
     """Return the size of the head dim (the last of the first float operand) of a known attention kernel; 0 for other
     calls.
     """
-    floats = _floats(operands)
-    return floats[0].shape[-1] if floats and target.startswith((*_KERNELS, RING, CUDNN)) else 0
+    floats = float_operands(operands)
+    return floats[0].shape[-1] if floats and target.startswith((*KERNELS, RING, CUDNN)) else 0
 
 
-def _floats(operands: Sequence[Tensor]) -> list[Tensor]:
+def float_operands(operands: Sequence[Tensor]) -> list[Tensor]:
     """Return the floating-point operands with more than two dims; queries, keys and values are the first three."""
     return [t for t in operands if len(t.shape) > 2 and t.dtype.startswith(("float", "bfloat"))]
 
@@ -104,7 +104,7 @@ def _attention(operands: Sequence[Tensor], results: Sequence[Tensor], each: int)
     `each` is the FLOPs for a pair of positions and head channel. Batch and heads lead the queries' dims, and may be
     split in every tensor that they lead. All other dims stay whole.
     """
-    floats = _floats(operands)
+    floats = float_operands(operands)
     if len(floats) < 2:
         return None, 0
     queries, keys = floats[:2]

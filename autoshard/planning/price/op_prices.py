@@ -5,7 +5,7 @@ import math
 from collections import defaultdict
 
 from autoshard.cost import HOST, TRAFFIC, WORK, Charge, Compute
-from autoshard.graph import OpClass
+from autoshard.graph import OpClass, attention_scores
 from autoshard.planning.price.reshard_times import cluster_names
 from autoshard.planning.price.step_ledger import Ledger, LedgerRow, Place
 from autoshard.planning.record.plan_parts import Collective, PlannedOp
@@ -260,7 +260,9 @@ def _places(model: Model, prices: OpPrices) -> list[PlannedOp]:
         seconds = (compute, host.get(place, 0.0), sent, waited)
         amounts = (work.flops, work.moved_bytes, int(wire))
         bound = _bound(work, compute, waited, host.get(place, 0.0))
-        rows.append(PlannedOp(name, kind, line, parameter, times, *seconds, *amounts, bound))
+        scores = attention_scores(model.graph, model.graph.ops[place[1]]) if place[0] == "op" else None
+        shape = () if scores is None else dataclasses.astuple(scores)
+        rows.append(PlannedOp(name, kind, line, parameter, times, *seconds, *amounts, bound, shape))
     return rows
 
 

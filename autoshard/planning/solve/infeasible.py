@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from autoshard.base.units import dtype_bits, format_bytes
 from autoshard.errors import UserError
-from autoshard.graph import Op, OpClass, OpGraph, Tensor, is_batched
+from autoshard.graph import Op, Tensor, attention_scores, is_summed, scores_of
 from autoshard.planning.price.evaluate import evaluate
 from autoshard.planning.solve.mesh_solve import Solved, Terms, solve_tied, solve_within
 from autoshard.planning.solve.problem_builder import Weights
@@ -18,7 +18,7 @@ from autoshard.planning.solve.weight_search import Infeasible
 from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.plan_options import Limits
 from autoshard.planning.space.user_constraints import Required
-from autoshard.program import WEIGHTS, Program, Role
+from autoshard.program import WEIGHTS, Program, Role, block_sizes_words
 
 
 PRECISION = 0.05
@@ -133,49 +133,26 @@ def _kernel_remedy(model: Model, memory_limit: int) -> list[str]:
     kernel = model.mesh.topology.traits.attention_kernel
     if not kernel:
         return []
-    graph, lines = model.graph, defaultdict[str, list[Tensor]](list)
+    graph, lines = model.graph, defaultdict[str, list[tuple[Op, Tensor]]](list)
     for op in graph.ops:
-        if op.kind != "exponential" or not _is_summed(graph, op):
+        if op.kind != "exponential" or not is_summed(graph, op):
             continue
-        if (scores := _scores_of(graph, op)) is not None:
-            lines[graph.ops[scores.producer].line].append(scores)
+        if (scores := scores_of(graph, op)) is not None:
+            lines[graph.ops[scores.producer].line].append((op, scores))
     if not lines:
         return []
-    line, stored = max(lines.items(), key=lambda item: sum(scores.bytes for scores in item[1]))
-    size = sum(scores.bytes for scores in stored) / model.mesh.topology.num_devices
+    line, stored = max(lines.items(), key=lambda item: sum(scores.bytes for _, scores in item[1]))
+    size = sum(scores.bytes for _, scores in stored) / model.mesh.topology.num_devices
     if size < SCORES_SHARE * memory_limit:
         return []
     where = f"the attention at {line}" if line else "the attention"
+    first = attention_scores(graph, stored[0][0])
+    if first is not None and model.mesh.topology.traits.attention == "splash":
+        _, sizes = block_sizes_words(first.queries, first.keys, first.head)
+        kernel += f" with {sizes}" if sizes else ""
     return [
         f"a fused kernel ({kernel}) for {where}, whose scores need at least {format_bytes(int(size))} of each device"
     ]
-
-
-def _is_summed(graph: OpGraph, exponential: Op) -> bool:
-    """Return True if the result of an exponential, or its conversion, is reduced, as a softmax does."""
-    users = graph.users[exponential.results[0]]
-    converted = (each for user in users if user.kind == "convert" for each in graph.users[user.results[0]])
-    return any(user.kind == "reduce" for user in (*users, *converted))
-
-
-def _scores_of(graph: OpGraph, exponential: Op) -> Tensor | None:
-    """Return the result of a matmul with batch dims from which elementwise ops compute the operand of an exponential;
-    None if there is none.
-
-    Dims may be moved in between, as `jax.nn.dot_product_attention` does.
-    """
-    waiting, seen = list(exponential.operands), set[int]()
-    elements = graph.tensors[exponential.results[0]].elements
-    while waiting:
-        tensor = graph.tensors[waiting.pop()]
-        op = graph.maker(tensor.id)
-        if op is None or tensor.id in seen or tensor.elements != elements:
-            continue
-        seen.add(tensor.id)
-        if is_batched(op):
-            return tensor
-        waiting += op.operands if op.op_class is not OpClass.HEAVY else ()
-    return None
 
 
 def _least_memory(model: Model, found: Infeasible, limits: Limits, required: Required) -> NDArray[np.int64] | None:

@@ -234,6 +234,20 @@ def block_of(length: int, keys: int, causal: bool, window: int | None, size: int
     return min(_BLOCKS, key=lambda block: _work(length, keys, causal, window, size, block))
 
 
+def block_sizes_words(length: int, keys: int, size: int) -> tuple[int, str]:
+    """Return the side of the fastest block that divides both sequences under a causal mask, and `block_sizes` in words.
+
+    jax's kernels refuse sequences that their blocks do not divide. (0, "") if no block divides them. `length`, `keys`
+    and `size` are as in `block_of`.
+    """
+    sides = [block for block in _BLOCKS if length % block == 0 and keys % block == 0]
+    if not sides:
+        return 0, ""
+    side = min(sides, key=lambda block: _work(length, keys, True, None, size, block))
+    part = math.gcd(side, _PART)
+    return side, f"block_sizes of {side}" + (f", block_kv_compute of {part}" if part < side else "")
+
+
 def _work(length: int, keys: int, causal: bool, window: int | None, size: int, block: int) -> float:
     """Return the time of the forward kernel of one head with square blocks of `block`, as FLOPs of a TPU core."""
     rows, columns = padded(length, block), padded(keys, block)

@@ -1,9 +1,7 @@
 """Report of one tensor's spec, of the limits of a plan, and of its alternatives."""
 
 import math
-import re
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -13,14 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.base.units import format_bytes, format_seconds
-from autoshard.cost import Topology
 from autoshard.planning import (
     WAITS_FOR_HOST,
     Alternative,
     Collective,
     Explanation,
     Plan,
-    PlannedOp,
     Prediction,
     axis_words,
     parameter_of,
@@ -28,6 +24,7 @@ from autoshard.planning import (
 )
 from autoshard.report.display import clean, fold, readable
 from autoshard.report.schedule_picture import schedule_report
+from autoshard.report.terminal.compute_limits import compute_limits
 
 
 SHOWN = 10
@@ -207,7 +204,7 @@ def _row(
 
 def step_limits(plan: Plan) -> tuple[str, ...]:
     """Return sentences on the limits of step time and memory, on gains of compiler flags, and on the bound."""
-    return (*_time(plan), *_compute(plan), *_memory(plan), *_flag_sets(plan), *_gaps(plan))
+    return (*_time(plan), *compute_limits(plan), *_memory(plan), *_flag_sets(plan), *_gaps(plan))
 
 
 def _time(plan: Plan) -> list[str]:
@@ -239,81 +236,6 @@ def _time(plan: Plan) -> list[str]:
         if waits > 0.005 * total:
             lines.append(f"The step waits {format_seconds(waits)} of it for {words}.")
     return lines
-
-
-_LIMITS = {"compute": "FLOPs", "memory": "memory traffic", "network": "memory traffic", "overhead": "starting ops"}
-"""Words for the resource that takes most of an op's compute time, by the op's `bound`."""
-
-
-def _compute(plan: Plan) -> list[str]:
-    """Return sentences on the source lines that take most compute, and on a softmax in memory.
-
-    There are none if compute is less than half of the step.
-    """
-    step = plan.prediction.step_time_s
-    if step <= 0 or plan.by_stage or plan.prediction.compute_s < 0.5 * step:
-        return []
-    lines: dict[str, list[PlannedOp]] = {}
-    for op in plan.ops:
-        if op.line or op.name:
-            lines.setdefault(_place(plan, op), []).append(op)
-    costly = sorted(lines.items(), key=lambda item: -sum(op.compute_s for op in item[1]))
-    named = []
-    for line, ops in costly[:3]:
-        share = sum(op.compute_s for op in ops) / step
-        # Smaller parts do not explain a step.
-        if share >= 0.05:
-            named.append(f"{clean(line)} {share:.0%} ({_kinds(ops)})")
-    if not named:
-        return []
-    compute = plan.prediction.compute_s / step
-    shares = ", ".join(named)
-    sentence = f"Compute is {compute:.0%} of the step. Its costliest lines, as shares of the step: {shares}."
-    return [sentence, *_softmax_in_memory(plan, costly)]
-
-
-def _place(plan: Plan, op: PlannedOp) -> str:
-    """Return the source line of an op, else words for it.
-
-    An optimizer that the planner adds to a model has no source line; its ops are outside of loops and gradients.
-    """
-    updates = "optimizer_state" in plan.roles.values()
-    if not op.line and updates and re.fullmatch(r"jit\(\w+\)/\w+", op.name):
-        return "the optimizer's update"
-    return op.line or readable(op.name)
-
-
-def _kinds(ops: Sequence[PlannedOp]) -> str:
-    """Return the costliest kind of some ops, and the resource that limits most of their compute."""
-    by_kind, by_limit = defaultdict[str, float](float), defaultdict[str, float](float)
-    for op in ops:
-        by_kind[op.kind] += op.compute_s
-        by_limit[_LIMITS.get(op.bound, op.bound)] += op.compute_s
-    kind, limit = (max(seconds, key=lambda each: seconds[each]) for seconds in (by_kind, by_limit))
-    return f"{kind}, limited by {limit}"
-
-
-def _softmax_in_memory(plan: Plan, costly: Sequence[tuple[str, Sequence[PlannedOp]]]) -> list[str]:
-    """Return a sentence if exponentials between matmuls, as those of attention, take a tenth of the step in memory.
-
-    A kernel stores no scores: it saves the passes of the line's elementwise ops through memory. It is named by its flag
-    for a configuration, else by JAX's function. Empty for devices without a kernel.
-    """
-    traits, step = Topology.parse(plan.topology).traits, plan.prediction.step_time_s
-    flag = plan.source is not None and plan.source.is_configuration
-    kernel = f"--attention {traits.attention}" if flag else traits.attention_kernel
-    if not traits.attention_kernel:
-        return []
-    for line, ops in costly:
-        passes_s = sum(op.compute_s for op in ops if op.bound == "memory" and op.kind != "dot_general")
-        exponential = any(op.kind == "exponential" and op.bound == "memory" for op in ops)
-        matmuls = any(op.kind == "dot_general" and op.bound == "memory" for op in ops)
-        if exponential and matmuls and passes_s > 0.1 * step:
-            return [
-                f"The softmax at {clean(line)} stores its scores in memory: a fused kernel ({kernel}) would save "
-                f"about {format_seconds(passes_s)} ({passes_s / step:.0%} of the step)."
-            ]
-    return []
 
 
 def _flag_sets(plan: Plan) -> list[str]:

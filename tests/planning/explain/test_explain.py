@@ -271,6 +271,9 @@ def test_lines_that_take_most_compute_are_named_with_their_limit() -> None:
     )
     kernel = "(jax.experimental.pallas.ops.tpu.splash_attention)"
     assert any("softmax at model.py:7" in line and kernel in line and "(20% of the step)" in line for line in lines)
+    known = tuple(dataclasses.replace(op, scores=(1536, 1536, 64, 0)) for op in ops)
+    lines = step_limits(dataclasses.replace(plan, prediction=prediction, ops=known))
+    assert any("splash_attention with block_sizes of 512; its default of 128 takes longer" in line for line in lines)
     here = dataclasses.replace(plan, prediction=prediction, ops=ops, topology="cpu:8")
     assert not any("softmax" in line for line in step_limits(here))
     fused = [op for op in ops if op.kind != "exponential"]
@@ -282,6 +285,28 @@ def test_lines_that_take_most_compute_are_named_with_their_limit() -> None:
         assert any(f"as shares of the step: {words} 30% (add, limited" in line for line in named), named
     waiting = dataclasses.replace(prediction, compute_s=0.4 * step)
     assert not any(line.startswith("Compute is") for line in step_limits(dataclasses.replace(plan, prediction=waiting)))
+
+
+def test_larger_blocks_are_named_for_a_kernel_that_starts_too_many_steps() -> None:
+    """Judge by jax's kernels: blocks divide the sequences, and 1024 x 1024 scores are 64 steps of 128 x 128."""
+    _, plan = wide()
+    step = plan.prediction.step_time_s
+    prediction = dataclasses.replace(plan.prediction, compute_s=0.9 * step)
+    slow = dataclasses.replace(
+        planned_op("splash_mha_fwd", "", 0.4 * step, "overhead"), scores=(2048, 2048, 128, 128**2)
+    )
+    large = dataclasses.replace(slow, scores=(2048, 2048, 128, 1024**2))
+    uneven = dataclasses.replace(slow, scores=(2000, 2000, 128, 128**2))
+    for op, told in (
+        (slow, True),
+        (large, False),
+        (uneven, False),
+        (dataclasses.replace(slow, bound="compute"), False),
+    ):
+        lines = step_limits(dataclasses.replace(plan, prediction=prediction, ops=(op,)))
+        advice = [line for line in lines if "block_sizes of 1024, block_kv_compute of 512" in line]
+        assert bool(advice) == told
+        assert all("128 x 128 of 2048 x 2048" in line and "64 times fewer steps" in line for line in advice)
 
 
 def test_collectives_are_compared_by_kind_and_axes() -> None:

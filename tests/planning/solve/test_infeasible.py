@@ -147,4 +147,7 @@ def test_scores_of_jaxs_own_attention_are_named_too() -> None:
 
     each = jax.ShapeDtypeStruct((8, 2048, 4, 64), jnp.float32)
     text = refusal(trace(jax.grad(fn, argnums=(0, 1, 2)), (each, each, each)), 1 << 20)
-    assert "splash_attention) for the attention at test_infeasible.py:" in text
+    kernel = (
+        "splash_attention with block_sizes of 1024, block_kv_compute of 512) for the attention at test_infeasible.py:"
+    )
+    assert kernel in text

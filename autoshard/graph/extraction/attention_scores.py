@@ -1,0 +1,61 @@
+"""Scores of attention in a graph: those of softmaxes between matmuls, and those of jax's kernels."""
+
+import dataclasses
+
+from autoshard.graph.extraction.opaque_rules import KERNELS, float_operands
+from autoshard.graph.records import Op, OpClass, OpGraph, Tensor, is_batched
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scores:
+    """Scores of one head, and the part that a kernel computes in one step."""
+
+    queries: int
+    keys: int
+    head: int
+    """Elements of one query."""
+    block: int = 0
+    """Scores of one step of a kernel's grid; 0 without a kernel."""
+
+
+def is_summed(graph: OpGraph, exponential: Op) -> bool:
+    """Return True if the result of an exponential, or its conversion, is reduced, as a softmax does."""
+    users = graph.users[exponential.results[0]]
+    converted = (each for user in users if user.kind == "convert" for each in graph.users[user.results[0]])
+    return any(user.kind == "reduce" for user in (*users, *converted))
+
+
+def scores_of(graph: OpGraph, exponential: Op) -> Tensor | None:
+    """Return the result of a matmul with batch dims from which elementwise ops compute the operand of an exponential;
+    None if there is none.
+
+    Dims may be moved in between, as `jax.nn.dot_product_attention` does.
+    """
+    waiting, seen = list(exponential.operands), set[int]()
+    elements = graph.tensors[exponential.results[0]].elements
+    while waiting:
+        tensor = graph.tensors[waiting.pop()]
+        op = graph.maker(tensor.id)
+        if op is None or tensor.id in seen or tensor.elements != elements:
+            continue
+        seen.add(tensor.id)
+        if is_batched(op):
+            return tensor
+        waiting += op.operands if op.op_class is not OpClass.HEAVY else ()
+    return None
+
+
+def attention_scores(graph: OpGraph, op: Op) -> Scores | None:
+    """Return the scores of an exponential of a softmax between matmuls, or of one of jax's kernels of attention; None
+    for other ops.
+    """
+    if op.kind == "exponential" and is_summed(graph, op) and (scores := scores_of(graph, op)) is not None:
+        queries, keys = [1, 1, *(size for size in graph.tensors[op.results[0]].shape if size > 1)][-2:]
+        return Scores(queries, keys, graph.ops[scores.producer].flops // (2 * scores.elements))
+    call = op.opaque
+    each = 0 if call is None else next((flops for name, flops in KERNELS.items() if call.target.startswith(name)), 0)
+    floats = float_operands([graph.tensors[tensor] for tensor in op.operands]) if each else []
+    if call is None or len(floats) < 2 or not call.head:
+        return None
+    block = call.flops // (each * call.head * call.steps) if call.steps else 0
+    return Scores(floats[0].shape[-2], floats[1].shape[-2], call.head, block)
