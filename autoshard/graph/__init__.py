@@ -10,6 +10,7 @@ from autoshard.graph.extraction.attention_scores import Scores as Scores
 from autoshard.graph.extraction.attention_scores import attention_scores as attention_scores
 from autoshard.graph.extraction.attention_scores import is_summed as is_summed
 from autoshard.graph.extraction.attention_scores import scores_of as scores_of
+from autoshard.graph.extraction.attention_work import model_shares as model_shares
 from autoshard.graph.extraction.opaque_rules import COLLECTIVES as COLLECTIVES
 from autoshard.graph.extraction.opaque_rules import IN as IN
 from autoshard.graph.extraction.opaque_rules import OUT as OUT

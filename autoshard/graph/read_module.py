@@ -172,6 +172,7 @@ class _ModuleReader(GraphBuilder):
                 strided=strided_dims(kind, self.cuts.get(op_id, ())), steps=steps,
                 triangular=known.triangular if known is not None else opaque.triangular if opaque is not None else (),
                 barriers=tuple((k, self.barrier_of[v]) for k, v in enumerate(op.operands) if v in self.barrier_of),
+                kept_share=self.note_known(op, kind, operands, results),
             )
         )  # fmt: skip
 

@@ -197,6 +197,8 @@ class Op:
     """
     barriers: tuple[tuple[int, int], ...] = ()
     """The (position, barrier) pairs of operands that come through an optimization barrier, by its number."""
+    kept_share: float = 1.0
+    """Share of the elements that a select with a mask of positions takes from its computed operand; 1 for other ops."""
 
     def use(self, operand: int) -> tuple[int, int, int]:
         """Return (tensor, loop, barrier) of an operand by position: equal uses share one copy of the tensor.

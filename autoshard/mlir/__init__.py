@@ -34,6 +34,7 @@ from autoshard.mlir.manual_regions import shift_pairs as shift_pairs
 from autoshard.mlir.module import code_line as code_line
 from autoshard.mlir.module import compared as compared
 from autoshard.mlir.module import has_dynamic_shapes as has_dynamic_shapes
+from autoshard.mlir.module import integer_of as integer_of
 from autoshard.mlir.module import is_combined_by_collectives as is_combined_by_collectives
 from autoshard.mlir.module import location_name as location_name
 from autoshard.mlir.module import main_block as main_block

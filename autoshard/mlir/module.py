@@ -226,6 +226,13 @@ def scalar_of(attribute: Any) -> int:
     return ir.IntegerAttr(ir.DenseElementsAttr(attribute).get_splat_value()).value
 
 
+def integer_of(attribute: Any) -> int:
+    """Return the number of an integer attribute."""
+    from jaxlib.mlir import ir
+
+    return ir.IntegerAttr(attribute).value
+
+
 def pairs_of(attribute: Any) -> list[list[int]]:
     """Return the numbers of a dense tensor of two columns, such as the padding of each dim, as rows."""
     flat = numbers_of(attribute)

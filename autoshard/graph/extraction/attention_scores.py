@@ -52,10 +52,34 @@ def attention_scores(graph: OpGraph, op: Op) -> Scores | None:
     if op.kind == "exponential" and is_summed(graph, op) and (scores := scores_of(graph, op)) is not None:
         queries, keys = [1, 1, *(size for size in graph.tensors[op.results[0]].shape if size > 1)][-2:]
         return Scores(queries, keys, graph.ops[scores.producer].flops // (2 * scores.elements))
-    call = op.opaque
-    each = 0 if call is None else next((flops for name, flops in KERNELS.items() if call.target.startswith(name)), 0)
-    floats = float_operands([graph.tensors[tensor] for tensor in op.operands]) if each else []
-    if call is None or len(floats) < 2 or not call.head:
+    kernel = attention_kernel(graph, op)
+    if kernel is None or op.opaque is None:
         return None
-    block = call.flops // (each * call.head * call.steps) if call.steps else 0
-    return Scores(floats[0].shape[-2], floats[1].shape[-2], call.head, block)
+    queries, keys, steps = kernel.queries, kernel.keys, op.opaque.steps
+    block = op.flops // (2 * kernel.computed * queries.shape[-1] * steps) if steps else 0
+    return Scores(queries.shape[-2], keys.shape[-2], queries.shape[-1], block)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AttentionKernel:
+    """One of jax's kernels of attention."""
+
+    queries: Tensor
+    keys: Tensor
+    computed: int
+    """Matmuls over the scores that the kernel computes."""
+    needed: int
+    """Matmuls that the model needs: without the scores, and the gradient of the probabilities, of another kernel."""
+
+
+def attention_kernel(graph: OpGraph, op: Op) -> AttentionKernel | None:
+    """Return the queries, keys and matmuls of an op that is one of jax's kernels of attention; None for other ops."""
+    target = "" if op.opaque is None or not op.opaque.head else op.opaque.target
+    flops = next((flops for name, flops in KERNELS.items() if target.startswith(name)), 0)
+    floats = float_operands([graph.tensors[tensor] for tensor in op.operands]) if flops else []
+    if len(floats) < 2:
+        return None
+    # A fused backward kernel has parts of the queries' gradient as results of one more dim, one for each block of keys.
+    fused = "_dkv" in target and any(len(graph.tensors[t].shape) > len(floats[0].shape) for t in op.results)
+    needed = 4 if fused else 3 if "_dkv" in target else 1 if "_dq" in target else 2
+    return AttentionKernel(floats[0], floats[1], flops // 2 + fused, needed)

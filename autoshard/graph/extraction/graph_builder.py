@@ -1,11 +1,12 @@
 """State of the extraction: tensors, ops and loops so far, and the tensor of each MLIR value."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from autoshard import mlir
 from autoshard.errors import UserError
+from autoshard.graph.extraction.position_masks import Known, known_value, selected_share
 from autoshard.graph.extraction.rolls import Cut, join_rolls
 from autoshard.graph.records import Constraint, Loop, Manual, Op, OpClass, OpGraph, Rule, Tensor
 
@@ -25,6 +26,7 @@ class GraphBuilder:
     - `barrier_of`: number of the last optimization barrier that each MLIR value came through, of those that did.
     - `free`: tensors that no op needs to compute from arguments, such as constants.
     - `constants`: values of integer constants, by tensor.
+    - `known`: values of tensors that follow from positions alone, by tensor.
     - `number`: number of the MLIR op that was read last.
     - `cuts`: attributes of slices, pads and concatenations, by op id.
     - `meshes`: the module's meshes by name.
@@ -43,6 +45,7 @@ class GraphBuilder:
         self.barrier_of: dict[Any, int] = {}
         self.free: set[int] = set()
         self.constants: dict[int, int] = {}
+        self.known: dict[int, Known] = {}
         self.number = -1
         self.hash = ""
         self.cuts: dict[int, Cut] = {}
@@ -142,6 +145,20 @@ class GraphBuilder:
                 line=mlir.code_line(op),
             )
         )
+
+    def note_known(self, op: Any, kind: str, operands: Sequence[int], results: Sequence[int]) -> float:
+        """Record the value of a generated op in `known`; return the share that a select takes from its computed operand
+        (`selected_share`), 1 for other ops.
+        """
+        values = [self.known.get(tensor) for tensor in operands]
+        takes, gives = [self.tensors[tensor] for tensor in operands], [self.tensors[tensor] for tensor in results]
+        if len(results) == 1 and all(tensor in self.free for tensor in operands):
+            value = known_value(op, kind, values, takes, gives[0])
+            if value is not None:
+                self.known[results[0]] = value
+        elif kind == "select":
+            return selected_share(values, gives[0].shape, [tensor in self.free for tensor in operands])
+        return 1.0
 
     def note_constant(self, op: Any, tensor: int) -> None:
         """Record the value of an integer constant in `constants`.

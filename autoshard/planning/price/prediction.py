@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from autoshard.cost import FLAG_SETS, Bill, Calibration, flag_set, with_flags
 from autoshard.errors import UserError
+from autoshard.graph import OpGraph, model_shares
 from autoshard.planning.price.device_memory import tight_seconds
 from autoshard.planning.price.evaluate import Outcome
 from autoshard.planning.price.remat_values import AGAIN
@@ -57,13 +58,12 @@ def mfu(model: Model, step: float) -> float | None:
     """Return the model FLOPs over the peak of all devices in a step of `step` seconds, as a share.
 
     None if there are no FLOPs or no seconds. The model FLOPs are the program's own count if it has one. Else they are
-    the matmul FLOPs of the graph without those that the backward pass recomputes. The peak is that of the dtype in
+    the matmul FLOPs of the graph without those that the backward pass recomputes, and without masked or recomputed
+    scores of attention (`model_shares`). The peak is that of the dtype in
     which most FLOPs multiply.
     """
     graph = model.graph
-    flops = model.program.model_flops or sum(
-        op.flops * graph.trips(op.loop) for op in graph.ops if AGAIN not in op.name
-    )
+    flops = model.program.model_flops or _graph_flops(graph)
     if not flops or step <= 0:
         return None
     dtypes: dict[str, float] = defaultdict(float)
@@ -73,6 +73,13 @@ def mfu(model: Model, step: float) -> float | None:
     dtype = max(dtypes, key=lambda d: (dtypes[d], d), default="bfloat16")
     topology = model.mesh.topology
     return flops / (step * topology.peak_flops(dtype) * topology.num_devices)
+
+
+def _graph_flops(graph: OpGraph) -> float:
+    """Return the matmul FLOPs that a graph's model needs in one step."""
+    shares = model_shares(graph)
+    ops = (op for op in graph.ops if op.flops and AGAIN not in op.name)
+    return sum(op.flops * shares.get(op.id, 1.0) * graph.trips(op.loop) for op in ops)
 
 
 def _op_name(model: Model, moment: int) -> str:

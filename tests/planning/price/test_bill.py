@@ -142,3 +142,17 @@ def test_mfu_leaves_out_what_the_backward_pass_computes_again():
     # The first layer's input is an argument, of which nobody asks a gradient: one matmul less.
     assert 0.9 * by_hand < figures(False) <= by_hand
     assert figures(True) == pytest.approx(figures(False))
+
+
+def test_mfu_counts_the_scores_that_a_causal_mask_keeps():
+    batch, seq, heads, size = 8, 256, 4, 64
+
+    def loss(q, k, v):
+        return jnp.sum(jax.nn.dot_product_attention(q, k, v, is_causal=True).astype(jnp.float32))
+
+    each = jax.ShapeDtypeStruct((batch, seq, heads, size), jnp.bfloat16)
+    program = trace(jax.grad(loss, (0, 1, 2)), (each, each, each), name="attention")
+    found = make_plan(program, Options(topology="v6e:2x2", mesh="data=4")).plan.prediction
+    assert found.mfu is not None
+    flops = found.mfu * found.step_time_s * Topology.parse("v6e:2x2").peak_flops("bfloat16") * 4
+    assert flops == pytest.approx(12 * batch * heads * seq * seq * size / 2, rel=0.01)
