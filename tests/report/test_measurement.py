@@ -68,6 +68,8 @@ def test_a_difference_that_rounding_could_hide_is_undecided(plan: Plan) -> None:
     assert "check the step in float32" in " ".join(coarse.split()) and "AGREES" not in coarse
     fine = shown(plan, **check | {"worst_rel_diff": 1e-3}, worst_allowed=2e-3)
     assert "AGREES with the unplanned run" in fine and "UNDECIDED" not in fine
+    exact = shown(plan, **check, worst_allowed=0.6, float64=1e-12)
+    assert "AGREES with the unplanned run" in exact and "in float64 the largest difference is 1.0e-12" in exact
     assert "DIFFERS with" in shown(plan, **check | {"passed": False}, worst_allowed=0.2)
 
 

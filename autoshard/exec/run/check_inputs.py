@@ -153,7 +153,7 @@ def noise_floor(
         noise = [max(n, distance(a, b)) for n, a, b in zip(noise, reordered, unplanned, strict=True)]
         for result, size_of, n in zip(program.results, map(_largest, unplanned), noise, strict=True):
             if result.argument is None and n > INDIFFERENT * size_of:
-                return none, f"with its examples in another order the step gives another {result.name}"
+                return none, f"another order of its examples changes the result `{result.name}`"
         if enough(noise):
             break
     return noise, ""

@@ -131,30 +131,31 @@ def _check(figures: Mapping[str, Any]) -> Text:
     """Return the verdict of the comparison with the unplanned run, and the differences that are allowed."""
     passed = figures["passed"]
     allowed = figures["worst_allowed"]
-    undecided = passed and allowed > GROSS
+    exact, rounding = figures.get("float64"), figures.get("rounding", False)
+    undecided = passed and allowed > GROSS and exact is None
     text = Text("AGREES" if passed else "DIFFERS", style="bold green" if passed else "bold red")
     if undecided:
         text = Text("UNDECIDED", style="bold yellow")
     words = " in this precision: " if undecided else " with the unplanned run: "
-    exact, rounding = figures.get("float64"), figures.get("rounding", False)
     words += f"{'the largest' if passed else 'a'} difference is "
     words += f"{figures['worst_rel_diff']:.1e} of a tensor's maximum (at {clean(figures['worst'])}); "
     words += (
         f"both agree to {exact:.0e} in float64, so it is rounding" if rounding else f"{allowed:.0e} is allowed there"
     )
+    if allowed > figures["tolerance"] and not rounding:
+        words += ", twice the rounding of the unplanned step itself"
     if exact is not None and not rounding:
         words += f"; in float64 the largest difference is {exact:.1e}"
     elif figures.get("float64_note"):
         words += f"; not compared in float64, where rounding would vanish: {clean(figures['float64_note'], 200)}"
-    if allowed > figures["tolerance"]:
-        words += ", twice the rounding of the unplanned step itself"
     if undecided:
         words += ", which would hide an error: check the step in float32"
     if figures["noise"]:
         words += f"; {_listed(figures['noise'])} rounding noise alone, in both"
     text.append(words, style="not bold default")
     if figures.get("floor_note") and not rounding:
-        text.append(f"; its own rounding is not known: {clean(figures['floor_note'], 200)}", style="not bold default")
+        why = clean(figures["floor_note"], 200)
+        text.append(f"; the rounding of the unplanned step is not known: {why}", style="not bold default")
     return text
 
 

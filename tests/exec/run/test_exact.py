@@ -37,9 +37,9 @@ def chaotic(wrong: float = 0.0) -> Program:
     return trace(step, (f32(64, 64), f32(4096, 64)), name="chaotic", make_args=make_args)
 
 
-def split(program: Program) -> Plan:
-    """Return a plan that splits the rows of the second argument."""
-    return handmade(program, {"data": 8}, {program.arguments[1].name: "data,-"})
+def split(program: Program, argument: int = 1) -> Plan:
+    """Return a plan that splits the rows of an argument, given by its number."""
+    return handmade(program, {"data": 8}, {program.arguments[argument].name: "data,-"})
 
 
 def test_a_difference_that_vanishes_in_float64_is_rounding() -> None:
@@ -59,19 +59,67 @@ def test_a_fault_of_the_same_size_differs(monkeypatch: pytest.MonkeyPatch) -> No
     assert not check.is_rounding and not check.passed
 
 
-@pytest.mark.parametrize("typed", [True, False])
-def test_a_step_with_random_numbers_names_the_reason(typed: bool) -> None:
-    def step(w: Any, x: Any, key: Any) -> Any:
-        drawn = jax.random.normal(key if typed else jax.random.wrap_key_data(key), x.shape)
-        return ((x + drawn) @ w).sum()
+def dropping(typed: bool, wrong: float = 0.0) -> Program:
+    """Trace gradients under dropout; that of the bias is zero in exact arithmetic, and so rounding noise.
 
-    key = jax.random.key(0) if typed else jax.random.PRNGKey(0)
-    program = trace(step, (f32(64, 64), f32(16, 64), jax.eval_shape(lambda: key)), name="drawing")
-    plan = autoshard.plan(program, topology="cpu:8", mesh="data=8")
-    compared = ExactSteps(program, plan).compare([np.ones((64, 64), "f4"), np.ones((16, 64), "f4"), key])
-    assert compared == ("typed random keys" if typed else "the step reads the bits of numbers, as random draws do,") + (
-        " have no float64 form" if typed else " which has no float64 form"
-    )
+    - `typed`: True for a typed key.
+    - `wrong`: share of a mean that is not subtracted, which gives the bias a gradient.
+    """
+
+    def step(w: Any, b: Any, x: Any, key: Any) -> Any:
+        keep = jax.random.bernoulli(key if typed else jax.random.wrap_key_data(key), 0.9, x.shape)
+
+        def loss(w: Any, b: Any) -> Any:
+            h = (x * keep) @ w + b
+            return (jnp.sin(h - (1 - wrong) * h.mean(0)) * x).mean()
+
+        return jax.grad(loss, (0, 1))(w, b)
+
+    def make_args(seed: int) -> Any:
+        w, b, x, key = jax.random.split(jax.random.key(seed), 4)
+        arrays = jax.random.normal(w, (64, 64)), jax.random.normal(b, (64,)), jax.random.normal(x, (256, 64))
+        return *arrays, key if typed else jax.random.key_data(key)
+
+    return trace(step, jax.eval_shape(lambda: make_args(0)), name="dropping", make_args=make_args)
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_noise_beside_random_numbers_is_known_by_float64(typed: bool) -> None:
+    program = dropping(typed)
+    plan = handmade(program, {"data": 8}, {program.arguments[2].name: "data,-"})
+    check = measure(program, plan, steps=1, warmup=0, check=True).check
+    assert check is not None and check.passed and check.exact is not None
+    weight, bias = check.differences
+    assert bias.rel_diff > 0.1 and bias.is_noise and not weight.is_noise and weight.rel_diff < 1e-5
+
+
+def test_a_fault_beside_random_numbers_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a planned step that gives the bias a gradient of 1e-5 of the weight's, where the true one is zero."""
+    right, wrong = dropping(False), dropping(False, 1e-3)
+    monkeypatch.setattr(PlannedStep, "__init__", _running(wrong, PlannedStep.__init__, 2))
+    monkeypatch.setattr(ExactSteps, "_compiled", _compiling(wrong, ExactSteps._compiled, 2))
+    check = measure(right, split(right, 2), steps=1, warmup=0, check=True).check
+    assert check is not None and not check.passed and check.exact is not None and check.exact > 1e-6
+    monkeypatch.setattr(ExactSteps, "compare", lambda self, leaves: "no float64 here")
+    check = measure(right, split(right, 2), steps=1, warmup=0, check=True).check
+    assert check is not None and not check.passed and not check.differences[1].within(check.tolerance)
+
+
+def test_without_float64_noise_beside_random_numbers_is_that_of_rounded_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program = dropping(False)
+    monkeypatch.setattr(ExactSteps, "compare", lambda self, leaves: "no float64 here")
+    check = measure(program, split(program, 2), steps=1, warmup=0, check=True).check
+    assert check is not None and check.passed and check.exact is None
+    assert check.differences[1].is_noise and not check.differences[0].is_noise
+
+
+def test_random_numbers_in_float64_are_those_of_the_module() -> None:
+    program = trace(lambda key: jax.random.uniform(key, (64,)), (jax.eval_shape(lambda: jax.random.key(0)),), name="d")
+    compared = ExactSteps(program, handmade(program, {"data": 8}, {})).compare([jax.random.key(3)])
+    assert not isinstance(compared, str) and compared[0].passed
+    np.testing.assert_array_equal(compared[1][0], jax.random.uniform(jax.random.key(3), (64,)))
 
 
 def test_a_top_k_on_shards_is_compared_in_float64() -> None:
@@ -85,18 +133,18 @@ def test_a_top_k_on_shards_is_compared_in_float64() -> None:
     assert compared[0].passed and compared[1][0].dtype == np.float64
 
 
-def _running(wrong: Program, constructor: Any) -> Any:
-    """Return a constructor of planned steps that run another program."""
-    return lambda self, program, plan, made: constructor(self, wrong, split(wrong), made)
+def _running(wrong: Program, constructor: Any, argument: int = 1) -> Any:
+    """Return a constructor of planned steps that run another program, split by the rows of an argument."""
+    return lambda self, program, plan, made: constructor(self, wrong, split(wrong, argument), made)
 
 
-def _compiling(wrong: Program, compiled: Any) -> Any:
+def _compiling(wrong: Program, compiled: Any, argument: int = 1) -> Any:
     """Return a method that compiles another program under plans that split an argument."""
 
     def compile_other(self: ExactSteps, plan: Plan) -> Any:
-        other = ExactSteps(wrong, split(wrong))
+        other = ExactSteps(wrong, split(wrong, argument))
         whole = all(not spec.axes for spec in plan.arguments.values())
-        return compiled(self, plan) if whole else compiled(other, split(wrong))
+        return compiled(self, plan) if whole else compiled(other, split(wrong, argument))
 
     return compile_other
 
@@ -121,7 +169,23 @@ def test_constants_keep_their_values_in_float64(dtype: str) -> None:
     assert third.dtype == np.float64
 
 
-def test_what_reads_the_bits_of_floats_is_not_compared_in_float64() -> None:
-    program = trace(lambda x: jax.lax.bitcast_convert_type(x, jnp.int32), (f32(64, 16),), name="bits")
+def test_floats_in_other_dims_than_their_bits_are_not_compared_in_float64() -> None:
+    program = trace(lambda x: jax.lax.bitcast_convert_type(x, jnp.int8), (f32(64, 16),), name="bits")
     steps = ExactSteps(program, handmade(program, {"data": 8}, {}))
     assert isinstance(reason := steps.compare([np.zeros((64, 16), np.float32)]), str) and reason
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bits_of_floats_are_read_from_narrow_ones(dtype: str) -> None:
+    bits = {"float32": jnp.uint32, "bfloat16": jnp.uint16}[dtype]
+
+    def step(x: Any, scale: Any) -> Any:
+        return jax.lax.bitcast_convert_type(x, bits), jax.lax.bitcast_convert_type(scale, bits) + bits(1)
+
+    program = trace(step, (jax.ShapeDtypeStruct((64, 16), dtype), jax.ShapeDtypeStruct((), dtype)), name="bits")
+    steps = ExactSteps(program, handmade(program, {"data": 8}, {program.arguments[0].name: "data,-"}))
+    x, scale = np.random.default_rng(1).normal(size=(64, 16)).astype(jnp.dtype(dtype)), np.ones((), jnp.dtype(dtype))
+    compared = steps.compare([x, scale])
+    assert not isinstance(compared, str), compared
+    for value, wanted in zip(compared[1], step(x, scale), strict=True):
+        np.testing.assert_array_equal(value, wanted)

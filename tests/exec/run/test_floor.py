@@ -63,7 +63,7 @@ def test_results_of_each_example_are_put_back_in_order() -> None:
 
 def test_a_step_that_tells_examples_apart_has_no_floor() -> None:
     noise, why, _ = floor_of(lambda w, x: (w, (jnp.arange(64.0)[:, None] * jnp.tanh(x @ w)).mean()), W, X)
-    assert noise == [0.0, 0.0] and "in another order the step gives another" in why
+    assert noise == [0.0, 0.0] and why.startswith("another order of its examples changes the result `")
 
 
 def test_a_program_without_a_batch_has_no_floor() -> None:
