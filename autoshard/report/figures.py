@@ -77,6 +77,7 @@ def plan_figures(plan: Plan, wall_s: Mapping[str, float] | None = None) -> dict[
         "lower_bound": plan.lower_bound,
         "words": list(plan.words),
         "recipe_line": recipe_line(plan),
+        "prices_line": learned_line(plan),
         "fixed": list(fixed_lines(plan)),
         "baselines": {name: prediction_figures(baseline) for name, baseline in plan.baselines.items()},
         "recipe": plan.provenance.get("recipe"),
@@ -284,6 +285,15 @@ def _finite(value: float | None) -> float | None:
 
 SHOWN = 6
 """Number of the program's own specs that are listed; the rest is counted."""
+
+
+def learned_line(plan: Plan) -> str:
+    """Return a sentence on the figures of the prices if `autoshard refine` learned them; empty for shipped ones."""
+    count = plan.origin.observations
+    if not count:
+        return ""
+    many = "observation" if count == 1 else "observations"
+    return f"figures fitted to {count} {many} of {plan.topology} by autoshard refine; --no-calibration ignores them"
 
 
 def fixed_lines(plan: Plan) -> tuple[str, ...]:

@@ -18,6 +18,18 @@ def fixed(plan: Plan) -> Plan:
     return dataclasses.replace(plan, provenance=provenance)
 
 
+def test_reports_say_that_prices_were_learned(plan: Plan) -> None:
+    learned = {"hash": "0", "observations": 4, "figures": {"launch_s": 1e-6}}
+    line = f"figures fitted to 4 observations of {plan.topology} by autoshard refine; --no-calibration ignores them"
+    for record, wanted in ((learned, line), (learned | {"figures": {}}, ""), (None, "")):
+        told = dataclasses.replace(plan, provenance=plan.provenance | {"learned": record})
+        console = Console(width=140, record=True, file=io.StringIO())
+        console.print(terminal_report(told))
+        assert (f"PRICES: {line}" in console.export_text()) == bool(wanted)
+        assert (f"<bdi>{line}</bdi>" in html_report(told)) == bool(wanted)
+        assert plan_figures(told)["prices_line"] == wanted
+
+
 def test_reports_list_what_was_fixed(plan: Plan) -> None:
     lines = plan_figures(fixed(plan))["fixed"]
     assert lines[:3] == [

@@ -1,5 +1,6 @@
 """A refinement on a terminal: the best first, dropped plans with reasons, and learned figures with their evidence."""
 
+import dataclasses
 import re
 
 import pytest
@@ -42,5 +43,10 @@ def test_the_table_the_ending_and_the_figures(monkeypatch: pytest.MonkeyPatch):
     assert f"{result.judged[-1].name}: dropped, it exploded" in text
     assert "Planned 1 time: " in text and result.why in text
     assert "Learned from 2 observations: median error of the time 300%, now " in text
+    assert not result.stored and "stored" not in text
+    result = dataclasses.replace(result, stored="/data/observations.sqlite3")
+    text = shown(result)
+    assert f"Observations are stored in {result.stored}." in " ".join(text.split())
+    assert "Later plans of cpu:8 are priced with these figures; --no-calibration ignores them." in text
     for each in result.fit.figures:
         assert each.figure in text

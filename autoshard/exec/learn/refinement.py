@@ -86,6 +86,8 @@ class Refinement:
     """Reason for the end of the loop, as a clause."""
     fit: Fit
     """Cost figures after the last round, with their uncertainty."""
+    stored: str = ""
+    """Path of the file with the observations, which later plans use; empty if they are not stored."""
 
 
 def refine(
@@ -155,6 +157,8 @@ class _Memory:
         """Version of the compiler, with the flags."""
         self.mine: list[Observation] = []
         """Observations of this run."""
+        self.stored = "" if database is None else str(database.path)
+        """Path of the database; empty without one, and if it could not be written."""
 
     def all(self) -> list[Observation]:
         """Return every observation of this topology and compiler, stored ones first, without duplicates."""
@@ -183,8 +187,8 @@ class _Memory:
         about = {"program": self.program, "plan": plan_digest(plan), "name": f"{plan.program_name}: {name}"}
         observation = Observation(self.topology.name, self.compiler, self.judge, STEP, about, bill, seen.to_json())
         self.mine.append(observation)
-        if self.database is not None:
-            self.database.add([observation])
+        if self.database is not None and not self.database.add([observation]):
+            self.stored = ""
 
 
 @dataclasses.dataclass(slots=True)
@@ -344,7 +348,8 @@ class _Refiner:
         chosen = dataclasses.replace(chosen, plan=plan)
         rest = [each for digest, each in judged.items() if digest != best]
         rest.sort(key=lambda each: (not each.seen.fits, each.seen.seconds or math.inf, each.name))
-        return Refinement(plan, chosen, (chosen, *rest), self.judging.name, rounds, settled, why, fit)
+        judging, stored = self.judging.name, self.memory.stored
+        return Refinement(plan, chosen, (chosen, *rest), judging, rounds, settled, why, fit, stored)
 
 
 def _judged(case: _Case, first: Fit, fit: Fit) -> Judged:
@@ -407,6 +412,7 @@ def refinement_figures(result: Refinement) -> dict[str, Any]:
         "learned": {
             "observations": fit.observations,
             "hash": fit.hash,
+            "stored": result.stored or None,
             "residual": {"before": fit.residual_before, "after": fit.residual},
             "figures": {
                 each.figure: {"shipped": each.shipped, "fitted": each.value, "error": each.error}

@@ -55,6 +55,8 @@ class Origin:
     """Compiler flags that the step is to run with."""
     flag_prices: tuple[str, ...]
     """Sentences on the prices that the flags change."""
+    observations: int
+    """Observations to which the figures of the prices were fitted; 0 for the shipped figures."""
     flag_sets: dict[str, float]
     """Seconds that a step of this plan takes with each named set of compiler flags that gains enough to be proposed."""
     form: str
@@ -103,13 +105,14 @@ def read_origin(provenance: Mapping[str, Any]) -> Origin:
     ignored.
     """
     source, recipe = provenance.get("source"), provenance.get("recipe")
-    flags = provenance.get("xla_flags") or {}
+    flags, learned = provenance.get("xla_flags") or {}, provenance.get("learned") or {}
     fields = {field.name for field in dataclasses.fields(Source)}
     return Origin(
         source=Source(**{key: value for key, value in source.items() if key in fields}) if source else None,
         recipe=_recipe_choice(recipe) if recipe else None,
         flags=tuple(flags.get("flags", ())),
         flag_prices=tuple(flags.get("priced", ())),
+        observations=learned.get("observations", 0) if learned.get("figures") else 0,
         flag_sets=dict(provenance.get("flag_sets") or {}),
         form=provenance.get("for", ""),
         not_held=tuple(provenance.get("not_held", ())),

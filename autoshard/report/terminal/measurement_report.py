@@ -233,8 +233,9 @@ def _cells(each: Judged) -> list[str]:
 def _learned(result: Refinement) -> list[RenderableType]:
     """Return a summary and the table of figures that the refinement learned, or a sentence if it learned none."""
     fit = result.fit
+    stored = [Text(f"Observations are stored in {result.stored}.")] if result.stored else []
     if not fit.figures:
-        return [Text("Nothing was learned: what was seen moves no figure.")]
+        return [Text("Nothing was learned: what was seen moves no figure."), *stored]
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim")
     table.add_column("figure", no_wrap=True)
     for column in ("shipped", "fitted", "+-"):
@@ -247,4 +248,7 @@ def _learned(result: Refinement) -> list[RenderableType]:
     if result.judge == "measure":
         before, after, what = math.expm1(before), math.expm1(after), "time"
     summary = f"Learned from {fit.observations} {many}: median error of the {what} {before:.0%}, now {after:.0%}"
-    return [Text(summary), table]
+    if stored:
+        later = f"Later plans of {result.plan.topology} are priced with these figures; --no-calibration ignores them."
+        stored.append(Text(later))
+    return [Text(summary), table, *stored]

@@ -100,7 +100,7 @@ def _flag_lines(plan: Plan) -> list[str]:
 
 
 def _verdict(plan: Plan, eager_s: float | None) -> RenderableType:
-    """Return the head of the report: program, mesh, fit, step time, best baseline and recipe.
+    """Return the head of the report: program, mesh, fit, step time, best baseline, recipe, and learned prices.
 
     Tokens per second and MFU appear if the plan has them, the memory's percentage if the limit is not 0. The fit is
     that of the compiled program if there is one, with a line on its schedule. Predictions that miss it by more than
@@ -130,7 +130,10 @@ def _verdict(plan: Plan, eager_s: float | None) -> RenderableType:
         verdict.append(words, style="not bold default")
     recipe = Text("RECIPE", style="bold").append(f": {clean(figures.recipe_line(plan))}", style="not bold")
     step = Text("STEP", style="bold").append(f": {_step_words(plan, eager_s)}", style="not bold")
-    return Group(title, Text(), verdict, step, recipe, *([] if compiled is None else [_compiled(plan, compiled)]))
+    learned = figures.learned_line(plan)
+    prices = [Text("PRICES", style="bold").append(f": {learned}", style="not bold")] if learned else []
+    last = [] if compiled is None else [_compiled(plan, compiled)]
+    return Group(title, Text(), verdict, step, recipe, *prices, *last)
 
 
 def _step_words(plan: Plan, eager_s: float | None) -> str:

@@ -58,6 +58,7 @@ def test_the_loop_learns_what_the_machine_is_and_its_choice_stands(judged_by, da
     assert times == sorted(times) and result.best.seen.seconds == times[0]
     assert plan_digest(result.plan) == plan_digest(result.best.plan)
     assert result.settled and 1 < len(judge.asked) == len(set(judge.asked)) == kept(database)
+    assert result.stored == str(database.path)
     for each, seconds in zip(result.judged, times, strict=True):
         assert each.predicted_after_s == pytest.approx(seconds, rel=0.15)
         assert each.predicted_before_s < 0.9 * seconds
