@@ -182,7 +182,10 @@ class Writer:
         model, choices, outcome = ledger.model, ledger.choices, each.outcome
         program, graph = self.program, model.graph
         lines = [*program.notes, *_batch_warning(program, model.mesh), *unruled_lines(unruled, unknown)]
-        lines.extend(replicated_work_lines(ledger, self.groups, outcome.step_time_s))
+        names = {a.name: t for a, t in zip(program.arguments, graph.arguments, strict=True)}
+        names |= {r.name: t for r, t in zip(program.results, graph.results, strict=True) if r.name not in names}
+        written = program.lowerings is not None and program.eager is None and program.reduction is None
+        lines.extend(replicated_work_lines(ledger, self.groups, outcome.step_time_s, names, written))
         lines.extend(call_lines(model, unknown))
         for loop in graph.loops:
             if not loop.known:

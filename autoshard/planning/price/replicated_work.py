@@ -41,16 +41,22 @@ class ReplicatedWork:
     """Dim groups that could split the ops, with their sizes; empty if none could."""
     call: bool
     """True if the ops are calls of a kernel, whose work the planner cannot inspect."""
+    pin: str = ""
+    """Pin of an argument or result that splits most of the work, as `--pin` takes it; empty if there is none."""
+    line: str = ""
+    """Source line of the ops; empty if it is unknown."""
 
 
-def find_replicated_work(ledger: Ledger, groups: Groups) -> list[ReplicatedWork]:
+def find_replicated_work(ledger: Ledger, groups: Groups, names: Mapping[str, int]) -> list[ReplicatedWork]:
     """Return all repeated work, longest first.
 
-    Work is repeated along a mesh axis larger than 1 that splits neither an op nor its manual region.
+    Work is repeated along a mesh axis larger than 1 that splits neither an op nor its manual region. `names` maps names
+    of arguments and results to their tensors.
     """
     model = ledger.model
     seconds: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
     splits: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {}
+    longest: dict[tuple[str, tuple[str, ...]], tuple[float, Op]] = {}
     calls: set[tuple[str, tuple[str, ...]]] = set()
     for op, used, op_s in (*_heavy(ledger), *_fused(ledger)):
         idle = tuple(a for a, n in model.mesh.axes.items() if n > 1 and a not in used and a not in op.manual)
@@ -58,30 +64,42 @@ def find_replicated_work(ledger: Ledger, groups: Groups) -> list[ReplicatedWork]
             key = (_words(op), idle)
             seconds[key] += op_s
             splits.setdefault(key, tuple(_splits(model, groups, op)))
+            if key not in longest or op_s > longest[key][0]:
+                longest[key] = op_s, op
             if op.opaque is not None:
                 calls.add(key)
-    repeated = [ReplicatedWork(*key, op_s, splits[key], key in calls) for key, op_s in seconds.items()]
+    repeated = []
+    for (what, axes), total_s in seconds.items():
+        op_s, op = longest[what, axes]
+        pin = _pin(ledger, op, axes, names) if op_s >= total_s / 2 else ""
+        called = (what, axes) in calls
+        repeated.append(ReplicatedWork(what, axes, total_s, splits[what, axes], called, pin, op.line))
     return sorted(repeated, key=lambda each: (-each.seconds, each.what, each.axes))
 
 
-def replicated_work_lines(ledger: Ledger, groups: Groups, step_time_s: float) -> list[str]:
+def replicated_work_lines(
+    ledger: Ledger, groups: Groups, step_time_s: float, names: Mapping[str, int], constrainable: bool
+) -> list[str]:
     """Return a sentence for each piece of repeated work of at least `NOTICEABLE` of the step, and one for the rest
     along the same axes.
 
-    The rest is omitted if its sum is not noticeable. `step_time_s` is the predicted step; a step of 0 gives no
-    sentence.
+    The rest is omitted if its sum is not noticeable.
+
+    - `step_time_s`: the predicted step; a step of 0 gives no sentence.
+    - `names`: tensors by name of arguments and results.
+    - `constrainable`: True for JAX code, whose author can constrain a value at its line.
     """
     lines, model = [], ledger.model
     rest: dict[tuple[str, ...], list[ReplicatedWork]] = defaultdict(list)
-    for each in find_replicated_work(ledger, groups) if step_time_s > 0 else []:
+    for each in find_replicated_work(ledger, groups, names) if step_time_s > 0 else []:
         if each.seconds < NOTICEABLE * step_time_s:
             rest[each.axes].append(each)
             continue
-        remedy = (
-            f"it can be split by {', '.join(each.splits)}; a --pin shows at what cost"
-            if each.splits
-            else "it cannot be split"
-        )
+        remedy = f"it can be split by {', '.join(each.splits)}" if each.splits else "it cannot be split"
+        if each.splits and each.pin:
+            remedy += f"; `--pin '{each.pin}'` shows at what cost"
+        elif each.splits and each.line and constrainable:
+            remedy += "; `with_sharding_constraint` on its result shows at what cost"
         if each.call and not each.splits:
             remedy = "neither its grid nor a rule says what may be split there; `autoshard.register_rule` can"
         lines.append(
@@ -148,6 +166,42 @@ def _splits(model: Model, groups: Groups, op: Op) -> Iterator[str]:
     sizes = [(factor, size) for factor, size in enumerate(op.rule.sizes) if factor not in whole and size > 1]
     named = [(factor_name(model, groups, op, factor), size) for factor, size in sizes]
     yield from dict.fromkeys(f"{name} ({size})" for name, size in named if name)
+
+
+def _pin(ledger: Ledger, op: Op, idle: tuple[str, ...], names: Mapping[str, int]) -> str:
+    """Return the pin of an argument or result that adds idle axes to a dim of the op, as `--pin` takes it.
+
+    The tensor must always have the spec of a result of the op: an operand could be gathered in front of it. The pin has
+    the planned spec in its other dims. Empty if no such tensor has a dim that the axes divide.
+    """
+    model, structure = ledger.model, ledger.model.structure
+    if op.rule is None:
+        return ""
+    whole = whole_factors(model.graph, op, model.mesh.topology.backend)
+    places = {
+        (structure.cluster_of[tensor], place)
+        for tensor, dims in zip(op.results, op.rule.results, strict=True)
+        for place, factors in zip(structure.dims_of[tensor], dims, strict=False)
+        if place >= 0 and factors and whole.isdisjoint(factors)
+    }
+    clusters, order = {cluster for cluster, _ in places}, list(model.mesh.axes)
+    for axes, (name, tensor) in itertools.product(((idle, *((axis,) for axis in idle))), names.items()):
+        cluster = structure.cluster_of[tensor]
+        spec = tensor_spec(model, ledger.choices, tensor) if cluster in clusters else None
+        if spec is None or set(spec.axes) & set(axes) or not set(spec.axes) <= set(order):
+            continue
+        blocked, own = structure.clusters[cluster].blocked, structure.dims_of[tensor]
+        stacked = next((dim for dim, place in enumerate(own) if place not in blocked), 0)
+        for dim, (place, size) in enumerate(zip(own, model.graph.tensors[tensor].shape, strict=True)):
+            split = sorted((*spec.dims[dim], *axes), key=order.index)
+            if (
+                (cluster, place) in places
+                and place not in blocked
+                and not size % math.prod(model.mesh.axes[axis] for axis in split)
+            ):
+                entries = [*spec.dims[stacked:dim], split, *spec.dims[dim + 1 :]]
+                return f"{name}={','.join('+'.join(entry) or 'None' for entry in entries)}"
+    return ""
 
 
 def factor_name(model: Model, groups: Groups, op: Op, factor: int) -> str:

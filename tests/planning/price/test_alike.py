@@ -1,13 +1,15 @@
 """Warnings about work that several devices repeat."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from autoshard.planning import Options, make_plan
+import autoshard
 from autoshard.program import Program, trace
+from tests.graph.programs import f32
 from tests.planning.programs import wide_mlp
 
 
@@ -34,8 +36,8 @@ def rows_kernel(parts: int, layers: int = 1) -> Program:
     return trace(fn, ([weights] * layers, jax.ShapeDtypeStruct((ROWS, INNER), jnp.bfloat16)), name="rows")
 
 
-def said(program: Program) -> list[str]:
-    plan = make_plan(program, Options(topology="v5e:2x4", mesh="data=2,model=4")).plan
+def said(program: Program, **constraints: Any) -> list[str]:
+    plan = autoshard.plan(program, topology="v5e:2x4", mesh="data=2,model=4", **constraints)
     return [line for line in plan.warnings if "do the same work" in line]
 
 
@@ -55,3 +57,30 @@ def test_for_a_kernel_with_an_opaque_grid_a_rule_is_proposed() -> None:
 def test_nothing_is_reported_where_every_device_has_its_own_part() -> None:
     assert said(rows_kernel(8)) == []
     assert said(wide_mlp()) == []
+
+
+def products() -> Program:
+    """Trace two products, so small that every device computes them whole where the result must be whole."""
+
+    def step(x: Any, w: Any, v: Any) -> Any:
+        inner = x @ w
+        return jnp.tanh(inner) @ v
+
+    return trace(step, (f32(64, 64), f32(64, 128), f32(128, 32)), name="products")
+
+
+WHOLE = ["x", "w", "v", "result"]
+
+
+def test_a_pin_is_named_only_where_it_splits_the_work() -> None:
+    inner, last = sorted(said(products(), replicate=WHOLE), key=lambda line: "--pin" in line)
+    assert inner.endswith("`with_sharding_constraint` on its result shows at what cost.")
+    assert last.endswith("; `--pin 'result=data+model,None'` shows at what cost.")
+    pinned = said(products(), replicate=WHOLE[:-1], pins={"result": "data+model,None"})
+    assert not any("--pin" in line for line in pinned)
+
+
+def test_without_jax_code_no_constraint_is_named() -> None:
+    lines = said(dataclasses.replace(products(), lowerings=None), replicate=WHOLE)
+    assert any("it can be split by" in line and line.endswith(").") for line in lines)
+    assert not any("with_sharding_constraint" in line for line in lines)
