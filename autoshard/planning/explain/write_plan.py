@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.base.units import format_bytes
 from autoshard.cost import Mesh, fraction_for
 from autoshard.graph import dtype_of
 from autoshard.planning.explain.known_runs import COMPILED, KnownRun, time_error
@@ -23,10 +22,11 @@ from autoshard.planning.explain.memory_warnings import (
 )
 from autoshard.planning.explain.module_uses import activations, parameter_uses
 from autoshard.planning.explain.plan_pins import make_calls, make_pins, make_regions
+from autoshard.planning.explain.plan_words import axis_roles, describe
 from autoshard.planning.explain.prediction_errors import find_unsure, unsure_lines
 from autoshard.planning.explain.uneven_splits import find_uneven, uneven_lines
 from autoshard.planning.mesh.portfolio import Contender
-from autoshard.planning.price.evaluate import argument_bytes_on_host, tensor_spec
+from autoshard.planning.price.evaluate import tensor_spec
 from autoshard.planning.price.op_prices import planned_ops, price_ops
 from autoshard.planning.price.prediction import predict
 from autoshard.planning.price.replicated_work import (
@@ -34,7 +34,6 @@ from autoshard.planning.price.replicated_work import (
     call_lines,
     find_unruled,
     replicated_work_lines,
-    shares_of,
     unknown_calls,
     unruled_lines,
 )
@@ -42,15 +41,14 @@ from autoshard.planning.price.step_ledger import Ledger, itemise
 from autoshard.planning.price.step_timeline import make_timeline
 from autoshard.planning.record.plan_parts import MeshTried, Prediction, TimeError, Unruled
 from autoshard.planning.record.plan_record import Plan
-from autoshard.planning.record.spec import Spec, axis_words
-from autoshard.planning.space.attention_exchange import exchange_words, exchanges
+from autoshard.planning.record.spec import Spec
 from autoshard.planning.space.baselines import left_out
 from autoshard.planning.space.decision_model import Model
-from autoshard.planning.space.dim_groups import Groups, tensor_groups
+from autoshard.planning.space.dim_groups import Groups
 from autoshard.planning.space.spec_constraints import broken_demands, mesh_text, program_constraint_lines
 from autoshard.planning.stages.pipeline_ticks import pipeline_of_ticks
 from autoshard.planning.xla.axis_assignments import States
-from autoshard.program import WEIGHTS, Program, Role
+from autoshard.program import Program, Role
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -314,140 +312,3 @@ def _counted_tokens(program: Program) -> int | None:
     if not batch or not all(each.dtype.startswith(("int", "uint", "bool")) for each in batch):
         return None
     return max(math.prod(each.shape) for each in batch)
-
-
-MOST = 0.5
-"""Share of the bytes of activations with a dim group above which an axis counts as splitting the group."""
-
-
-def axis_roles(model: Model, groups: Groups, choices: NDArray[np.int64]) -> dict[str, tuple[str, ...]]:
-    """Return for each mesh axis the named dim groups that it splits in most activations, then the exchanges of
-    attentions over it.
-
-    Most means a share above `MOST` of the bytes; each name is listed once.
-    """
-    shares = _activation_shares(model, groups, choices)
-    roles = {
-        axis: [name for group, name in groups.names.items() if name and shares.get((group, axis), 0.0) > MOST]
-        for axis in model.axis_names
-    }
-    for ways in exchanges(model, choices):
-        for exchange, axes in ways:
-            for axis in axes:
-                roles[axis].append(exchange)
-    return {axis: tuple(dict.fromkeys(names)) for axis, names in roles.items()}
-
-
-def _activation_shares(model: Model, groups: Groups, choices: NDArray[np.int64]) -> dict[tuple[int, str], float]:
-    """Return (dim group, axis) -> share of the bytes of activations with that group in which the axis splits it.
-
-    Activations are materialised values outside of the clusters of weights, optimizer state and results that replace
-    arguments.
-    """
-    cluster_of = model.structure.cluster_of
-    roles = {t: a.role for t, a in zip(model.graph.arguments, model.program.arguments, strict=True)}
-    stored = {cluster_of[t] for t, r in roles.items() if r in (*WEIGHTS, Role.OPTIMIZER_STATE)}
-    stored |= {cluster_of[r] for r, _ in model.structure.ties}
-    values = [t for t in sorted(model.liveness.materialised) if cluster_of[t] not in stored]
-    return shares_of(model, groups, choices, values)
-
-
-def describe(model: Model, groups: Groups, choices: NDArray[np.int64]) -> tuple[str, ...]:
-    """Return a plan in sentences such as `batch over data`, `ffn and heads over model`, `parameters also over data`.
-
-    Sentences on activations by axes come first, then exchanges of attentions and further axes of parameters and
-    optimizer state. State on the hosts and unused axes end the list. Optimizer state has a sentence only if its further
-    axes differ from those of parameters. A plan without any sentence is `everything on every device`.
-    """
-    roles = {t: a.role for t, a in zip(model.graph.arguments, model.program.arguments, strict=True)}
-    activations = _activation_shares(model, groups, choices)
-    parameters = shares_of(model, groups, choices, [t for t, r in roles.items() if r in WEIGHTS])
-    state = shares_of(model, groups, choices, [t for t, r in roles.items() if r is Role.OPTIMIZER_STATE])
-    lines = []
-    by_axes: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for group, name in groups.names.items():
-        axes = tuple(a for a in model.axis_names if activations.get((group, a), 0.0) > MOST)
-        if name and axes and name not in by_axes[axes]:
-            by_axes[axes].append(name)
-    for axes, names in by_axes.items():
-        if names:
-            lines.append(f"{_join(_ranked(names))} over {_over(axes)}")
-    lines.extend(exchange_words(model, choices))
-    lines.extend(_whole_inputs(model, groups, choices, activations))
-    explained = {(g, a) for (g, a), share in activations.items() if share > MOST}
-    for what, shares in (("parameters", parameters), ("optimizer state", state)):
-        extra = _extra_axes(model, shares, explained)
-        if extra and not (what == "optimizer state" and extra == _extra_axes(model, parameters, explained)):
-            lines.append(f"{what} also over {_over(extra)}")
-    lines.extend(_host_words(model, choices))
-    # Splitting at most a twentieth of the bytes, such as of one small tensor, does not count as use of an axis.
-    used = {a for shares in (activations, parameters, state) for (_, a), share in shares.items() if share > 0.05}
-    idle = [a for a in model.axis_names if a not in used and model.mesh.axes[a] > 1]
-    if idle:
-        lines.append(f"nothing over {_over(idle)}: its devices repeat the same work")
-    return tuple(lines) or ("everything on every device",)
-
-
-def _whole_inputs(
-    model: Model, groups: Groups, choices: NDArray[np.int64], activations: Mapping[tuple[int, str], float]
-) -> list[str]:
-    """Return words on the inputs with a batch dim that the axes which split most of the batch do not split.
-
-    Other axes may split their other dims.
-    """
-    axes = {a for a in model.axis_names if groups.batch is not None and activations.get((groups.batch, a), 0.0) > MOST}
-    places = defaultdict[str, list[str]](list)
-    for argument, tensor in zip(model.program.arguments, model.graph.arguments, strict=True):
-        near = tensor_groups(model.structure, groups.of_factor, tensor)
-        spec = tensor_spec(model, choices, tensor)
-        if axes and argument.role is Role.BATCH and groups.batch in near and not axes.intersection(spec.axes):
-            named = ["" if group is None else groups.names.get(group, "") for group in near]
-            split = [f"{name or 'a dim'} over {_over(own)}" for name, own in zip(named, spec.dims, strict=True) if own]
-            places[f"split by {_join(split)}" if split else "whole on every device"].append(argument.name)
-    return [f"{_join(_ranked(names))} {place}" for place, names in places.items()]
-
-
-def _host_words(model: Model, choices: NDArray[np.int64]) -> list[str]:
-    """Return words on the bytes of a device's arguments in its host's memory, optimizer state apart; nothing if there
-    are none.
-    """
-    parts = defaultdict[str, int](int)
-    for role, size in argument_bytes_on_host(model, choices).items():
-        parts["optimizer state" if role is Role.OPTIMIZER_STATE else "arguments"] += size
-    return [f"{what} on the hosts, {format_bytes(size)} for each device" for what, size in parts.items()]
-
-
-def _extra_axes(model: Model, shares: dict[tuple[int, str], float], explained: set[tuple[int, str]]) -> tuple[str, ...]:
-    """Return the axes, in mesh order, that split above 0.3 of the bytes of tensors with a dim group.
-
-    Pairs of group and axis in `explained` do not count.
-    """
-    # A third of the bytes is worth a sentence, even if small or odd tensors are whole.
-    axes = {a for (g, a), share in shares.items() if share > 0.3 and (g, a) not in explained}
-    return tuple(a for a in model.axis_names if a in axes)
-
-
-def _ranked(names: Sequence[str]) -> list[str]:
-    """Return names of dim groups for a sentence, plain words first.
-
-    The first three names such as `dim of NAME` are stated, or the first one next to plain words; the rest are counted.
-    The channels of several layers are one name.
-    """
-    layers = [n for n in names if n.startswith("channels of ")]
-    if len(layers) > 1:
-        first = layers[0].removeprefix("channels of ")
-        names = [*(n for n in names if n not in layers), f"channels of {len(layers)} layers such as {first}"]
-    plain = [n for n in names if not n.startswith("dim of ")]
-    rest = [n for n in names if n.startswith("dim of ")]
-    named, more = rest[: 1 if plain else 3], len(rest[1 if plain else 3 :])
-    return [*plain, *named, *([f"{more} more dim{'s' if more > 1 else ''}"] if more else [])]
-
-
-def _over(axes: Sequence[str]) -> str:
-    """Return mesh axes as an enumeration in words."""
-    return _join(axis_words(axes))
-
-
-def _join(words: Sequence[str]) -> str:
-    """Return words, at least one, as an enumeration: `a, b and c`."""
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

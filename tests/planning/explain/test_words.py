@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 import autoshard
-from autoshard.planning.explain.write_plan import _ranked, describe
+from autoshard.planning.explain.plan_words import _ranked, describe
 from autoshard.planning.space.decision_model import Model
 from autoshard.program import Role
 from tests.planning import programs as made
@@ -150,6 +150,23 @@ def test_inputs_that_other_axes_split_are_told_by_dim() -> None:
             choices[model.cluster_node[cluster]] = np.flatnonzero(match)[0]
             names.append(argument.name)
     assert f"{' and '.join(names)} split by sequence over model" in describe(model, groups, choices)
+
+
+def test_inputs_that_axes_of_the_batch_split_by_another_dim_are_told() -> None:
+    model = made.model("decoder", "v6e:2x4*2", "data=2,model=8")
+    groups = made.groups(model)
+    choices = choose(model, {"data": "batch"}, {})
+    ids = {}
+    for tensor, argument in zip(model.graph.arguments, model.program.arguments, strict=True):
+        if argument.role is Role.BATCH:
+            ids[argument.name] = model.structure.cluster_of[tensor], model.structure.dims_of[tensor]
+    (name, (cluster, (rows, columns))), *_ = ids.items()
+    states = model.nodes[model.cluster_node[cluster]].states
+    same = [other for other, (of, _) in ids.items() if of == cluster]
+    also = "batch over data and sequence over model"
+    for state, words in (([columns, -1], "sequence over data"), ([rows, columns], also)):
+        choices[model.cluster_node[cluster]] = np.flatnonzero((states == state).all(axis=1))[0]
+        assert f"{' and '.join(same)} split by {words}" in describe(model, groups, choices), name
 
 
 def test_channels_of_several_layers_are_one_name() -> None:
