@@ -200,10 +200,19 @@ def run_explain(arguments: argparse.Namespace, answer: TextIO) -> int:
     Return 0. Raises `UserError` as `reopen` and `explain_plan` do.
     """
     need_no_accelerator()
-    from autoshard.planning import explain_plan, explanation_figures, kept_program, load_plan, named, reopen
+    from autoshard.planning import (
+        check_explainable,
+        explain_plan,
+        explanation_figures,
+        kept_program,
+        load_plan,
+        named,
+        reopen,
+    )
     from autoshard.report import explanation_report
 
     plan = load_plan(arguments.plan)
+    check_explainable(plan)
     named(plan, arguments.name)  # a wrong name is refused before the program is traced
     with show_progress(arguments) as progress:
         program = kept_program(plan) if arguments.program is None and arguments.entry is None else None

@@ -12,6 +12,7 @@ from autoshard.planning.capacity.sweep_choice import choose_rows as choose_rows
 from autoshard.planning.capacity.sweep_task import SweepTask as SweepTask
 from autoshard.planning.explain.explanation import Alternative as Alternative
 from autoshard.planning.explain.explanation import Explanation as Explanation
+from autoshard.planning.explain.explanation import check_explainable as check_explainable
 from autoshard.planning.explain.explanation import explain_plan as explain_plan
 from autoshard.planning.explain.explanation import explanation_figures as explanation_figures
 from autoshard.planning.explain.explanation import named as named

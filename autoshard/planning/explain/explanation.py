@@ -122,8 +122,9 @@ def explain_plan(
     exclude are solved within `FREED_S`, the simplest first.
 
     Raises `UserError` for a name that the plan does not have, and for a program that is not the plan's. Raises it also
-    for a plan without choices, as older or other versions write.
+    for a plan with a program for each stage, and for one without choices, as older or other versions write.
     """
+    check_explainable(plan)
     name, *alike = named(plan, name)
     program = as_planned(program or reopen(plan, kept=kept), plan)
     if program.fingerprint != plan.program_fingerprint:
@@ -136,6 +137,15 @@ def explain_plan(
     limit = time_limit if solve else 0.0
     explanation = _Explainer(plan, model, choices, required, limit, seed, within).explain(name)
     return dataclasses.replace(explanation, alike=tuple(alike), form=within.form.name if within is not None else "")
+
+
+def check_explainable(plan: Plan) -> None:
+    """Raise `UserError` for a plan with a program for each stage, whose choices are those of no single step."""
+    if plan.by_stage:
+        raise UserError(
+            f"the plan of {plan.program_name} is a program for each stage, and `explain` compares specs of one: plan "
+            "the step without --stages and --schedule, and explain that plan."
+        )
 
 
 def named(plan: Plan, name: str) -> list[str]:
