@@ -91,6 +91,17 @@ def test_dataclasses_and_late_imports_work_in_a_file(tmp_path):
             r"`model` could not be lowered: End: now in M.forward at model.py:5;",
         ),
         (
+            "import torch\nclass M(torch.nn.Module):\n    def forward(self, x):\n"
+            "        return self.hed(x)\nmodel, inputs = M(), torch.zeros(2)\n",
+            r"'M' object has no attribute 'hed' in M.forward at model.py:4\.$",
+        ),
+        (
+            "import torch\nclass M(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+            "        self.key = torch.nn.Linear(9, 8)\n    def forward(self, x):\n"
+            "        return self.key(x)\nmodel, inputs = M(), torch.zeros(4, 8)\n",
+            r"cannot be multiplied \(4x8 and 9x8\) in `key` \(M.forward at model.py:7\); if the module takes other",
+        ),
+        (
             "def programm():\n    pass\ndef other():\n    pass\n",
             r"offers no `program`; it has `other`, `programm`; define `program\(\)` or name another one with --entry",
         ),

@@ -74,10 +74,10 @@ def lowering_error(error: BaseException, label: str, module: Any) -> UserError:
         return UserError(
             f"the loss of `{label}`, `{missing[1]}`, takes targets: define `targets` in the Python file, as `loss` is."
         )
-    return UserError(
-        f"`{label}` could not be lowered: {kind}: {text}{place}{untested_torch()}; "
-        "if the module takes other inputs than these, give it with such inputs through a Python file."
-    )
+    inputs = "; if the module takes other inputs than these, give it with such inputs through a Python file"
+    missing_name = any(f"'{type(child).__name__}' object has no attribute" in text for child in module.modules())
+    advice = "" if isinstance(error, NameError | ImportError) or missing_name else inputs
+    return UserError(f"`{label}` could not be lowered: {kind}: {text}{place}{untested_torch()}{advice}.")
 
 
 def place_of(error: Exception, module: Any) -> str:
@@ -102,21 +102,22 @@ def _is_of(frame: FrameType, packages: Sequence[str]) -> bool:
 def _place(trace: TracebackType | None, module: Any, before: Sequence[str] = ()) -> str:
     """Return a clause like ` in layers.1 (Block.forward at model.py:12)`, or an empty text.
 
-    It names the innermost frame that runs a method of one of the modules. Frames of the packages in `before`, and
-    frames that they call, are ignored.
+    The path is that of the innermost module with a running method. The line is that of the innermost method of the
+    user's, or of torch's own without any. Frames of the packages in `before`, and frames that they call,
+    are ignored.
     """
     paths = {id(child): name for name, child in module.named_modules()}
-    innermost: tuple[FrameType, int] | None = None
+    running: list[tuple[FrameType, int]] = []
     while trace is not None and not _is_of(trace.tb_frame, before):
         if id(_owner(trace.tb_frame)) in paths and trace.tb_frame.f_code.co_name not in _MACHINERY:
-            innermost = trace.tb_frame, trace.tb_lineno
+            running.append((trace.tb_frame, trace.tb_lineno))
         trace = trace.tb_next
-    if innermost is None:
+    if not running:
         return ""
-    frame, line = innermost
-    owner = _owner(frame)
-    where = f"{type(owner).__name__}.{frame.f_code.co_name} at {Path(frame.f_code.co_filename).name}:{line}"
-    path = paths[id(owner)]
+    written = [(frame, line) for frame, line in running if not _is_of(frame, ("torch", "autoshard"))]
+    frame, line = (written or running)[-1]
+    where = f"{type(_owner(frame)).__name__}.{frame.f_code.co_name} at {Path(frame.f_code.co_filename).name}:{line}"
+    path = paths[id(_owner(running[-1][0]))]
     return f" in `{path}` ({where})" if path else f" in {where}"
 
 
