@@ -1,18 +1,20 @@
 """Checks that a program agrees with a plan: arguments, results, computation and recipe."""
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from autoshard.errors import UserError
-from autoshard.planning import Plan, Spec, spec_text
+from autoshard.planning import Plan, Spec, kept_program, spec_text
 from autoshard.program import pipelined, read_pipeline, with_active_pipeline
 
 
-def other_program(plan: Plan) -> str:
+def other_program(plan: Plan, module: bytes | None = None) -> str:
     """Return the error message for a program whose arguments agree with the plan but whose computation does not.
 
-    It names both jax versions if the plan was made with another one.
+    It names both jax versions if the plan was made with another one. `module` is the program's serialised module. If
+    the disk cache has the planned one and only constants differ, the message says so.
     """
     import jax
 
@@ -22,10 +24,25 @@ def other_program(plan: Plan) -> str:
         if planned_version not in (None, jax.__version__)
         else ""
     )
-    return (
-        f"the plan is for another program: its arguments agree with {plan.program_name}, "
-        f"but the computation has changed{version}; plan it again."
-    )
+    kept = None if module is None else kept_program(plan)
+    agree = f"the plan is for another program: its arguments agree with {plan.program_name}, but"
+    if module is not None and kept is not None and _skeleton(kept.module) == _skeleton(module):
+        return (
+            f"{agree} a constant in the computation differs{version}, such as a random buffer with persistent=False: "
+            "make it the same each time, or an argument (persistent=True), and plan it again."
+        )
+    return f"{agree} the computation has changed{version}; plan it again."
+
+
+def _skeleton(module: bytes) -> str:
+    """Return the text of a serialised module without the values of its constants."""
+    from autoshard import mlir
+
+    return _VALUES.sub("dense<>", mlir.canonical_text(mlir.inline_calls(mlir.parse_module(module))))
+
+
+_VALUES = re.compile(r"dense(?:_resource)?<[^>]*>")
+"""Values of a constant in MLIR text."""
 
 
 def check_arguments(plan: Plan, leaves: Sequence[tuple[Any, Any]]) -> None:

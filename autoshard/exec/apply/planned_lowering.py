@@ -135,7 +135,7 @@ def lower_planned(
             if mlir.structure_hash(mlir.inline_calls(mlir.parse_module(donor))) == plan.module_hash:
                 break
         else:
-            raise UserError(other_program(plan))
+            raise UserError(other_program(plan, mlir.to_bytes(ir)))
         own_targets = mlir.call_targets(ir)
         mlir.replace_body(ir, donor)
         check_targets(placed, mlir.call_targets(ir) - own_targets - mlir.NO_DEVICE_TARGETS)
@@ -253,7 +253,7 @@ def lower_module(
     plan = placed.plan
     source = mlir.inline_calls(mlir.parse_module(module))
     if plan.module_hash and mlir.structure_hash(source) != plan.module_hash:
-        raise UserError(other_program(plan))
+        raise UserError(other_program(plan, module))
     arguments, results = mlir.main_types(source)
     specs = [*plan.arguments.items()], [*plan.results.items()]
     for what, types, planned in (("argument", arguments, specs[0]), ("result", results, specs[1])):

@@ -317,7 +317,7 @@ def verify_program(program: Program, plan: Plan) -> Program:
                 f"plan but {argument.role.value} here; plan it again."
             )
     if program.fingerprint != plan.program_fingerprint:
-        raise UserError(other_program(plan))
+        raise UserError(other_program(plan, program.module))
     return program
 
 

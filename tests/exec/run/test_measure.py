@@ -15,9 +15,10 @@ import pytest
 from autoshard.cost import Topology
 from autoshard.errors import UserError
 from autoshard.exec import ensure_devices, measure, measurement_figures, plan_devices
+from autoshard.exec.apply import plan_agreement
 from autoshard.exec.devices.local_devices import by_coordinates
 from autoshard.planning import Collective, Options, Pin, make_plan
-from autoshard.program import trace
+from autoshard.program import Program, trace
 from tests.exec import planned_programs as made
 from tests.exec.planned_programs import handmade, spec
 
@@ -110,6 +111,23 @@ def test_another_program_is_refused(mlp):
         measure(other, plan)
     with pytest.raises(UserError, match="measure: 0 steps"):
         measure(mlp, plan, steps=0)
+
+
+def test_a_program_whose_constants_differ_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made_with(seed: int) -> Program:
+        drawn = np.random.default_rng(seed).normal(size=(8, 8)).astype("float32")
+        return trace(lambda x: jnp.dot(x, drawn), (made.f32(16, 8),), name="drawn")
+
+    planned = made_with(0)
+    plan = handmade(planned, MESH, {})
+    monkeypatch.setattr(plan_agreement, "kept_program", lambda plan: planned)
+    with pytest.raises(UserError, match="but a constant in the computation differs, such as a random buffer"):
+        measure(made_with(1), plan)
+    with pytest.raises(UserError, match="but a constant in the computation differs"):
+        plan.lower(made_with(1).fn, *planned.args)
+    tanh = trace(lambda x: jnp.tanh(x), (made.f32(16, 8),), name="drawn")
+    with pytest.raises(UserError, match="but the computation has changed"):
+        measure(dataclasses.replace(tanh, results=planned.results), plan)
 
 
 def test_pins_that_do_not_exist_are_refused(mlp):
