@@ -193,6 +193,10 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
         ("plan x.py --topolgy cpu:8", "`autoshard plan` has no flag --topolgy; did you mean --topology?"),
         ("plan x.py --topology cpu:8 --zzz", "`autoshard plan` has no flag --zzz; see `autoshard plan --help`."),
         ("plan x.py y.py --topology cpu:8", "`autoshard plan` has no argument y.py; see `autoshard plan --help`."),
+        (
+            "plan x.py --pin a=8/data x 8 --topology cpu:8",
+            "`autoshard plan` has no argument x; put a spec with spaces in quotes, or see `autoshard plan --help`.",
+        ),
         ("plan x.py --topology cpu:8 --batch 0", "argument --batch: '0' is not a positive whole number"),
         ("plan x.py --topology cpu:8 --time-limit nan", "argument --time-limit: 'nan' is not a positive number of"),
         ("plan x.py --topology cpu:8 --memory-limit 1G", "argument --memory-limit: '1G' is not a positive number of"),

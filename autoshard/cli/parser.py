@@ -101,7 +101,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if unknown:
         command = parser_of(parser, arguments.command)
         _check_flag(command, unknown[0])
-        raise UserError(f"`{command.prog}` has no argument {unknown[0]}; see `{command.prog} --help`.")
+        quotes = "put a spec with spaces in quotes, or " if "x" in unknown else ""
+        raise UserError(f"`{command.prog}` has no argument {unknown[0]}; {quotes}see `{command.prog} --help`.")
     return arguments
 
 

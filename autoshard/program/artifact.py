@@ -45,6 +45,10 @@ def load_artifact(path: str | Path, *, roles: role_rules.Roles | None = None) ->
         return _from_hlo(_hlo_proto(text, file), file, roles)
     if text is not None and "func.func" in text:
         return _from_module(text, file, roles)
+    if text is not None and '"autoshard-plan"' in text:
+        raise UserError(
+            f"`{path}` is a plan and no program: name the program that it is of; commands take plans by --plan."
+        )
     if text is not None:
         raise UserError(f"`{path}` is text but no module: expected StableHLO (`func.func`) or HLO (`HloModule`).")
     if file.suffix == ".pb":

@@ -185,6 +185,7 @@ def _mistyped(path):
         (lambda path: None, "missing.mlir", "there is no file `.*missing.mlir`"),
         (_write_bytes(b""), "empty.mlir", "is empty; expected a StableHLO module"),
         (_write_bytes(b"hello"), "word.mlir", "is text but no module"),
+        (_write_bytes(b'{"schema": 1, "format": "autoshard-plan"}'), "p.json", "is a plan and no program: name the"),
         (
             _write_bytes(bytes(range(256)) * 4),
             "noise.bin",

@@ -341,9 +341,10 @@ class _Requirements:
             more = f" after the {stacked} of the stack of layers" if stacked else ""
             whole = all(axes == () for axes in pin.dims)
             hint = f" `--replicate '{pin.pattern}'` keeps tensors of any rank whole." if whole else ""
+            many = "entry" if len(pin.dims) == 1 else "entries"
             raise UserError(
-                f"{pin.flag} has {len(pin.dims)} dims, but {name} of shape {list(shape)} has {len(shape) - stacked}"
-                f"{more}: write an entry for each: None for a whole dim, ? for a free one, or a final ... if all "
+                f"{pin.flag} has {len(pin.dims)} {many}, but {name} of shape {list(shape)} has {len(shape) - stacked} "
+                f"dims{more}: write an entry for each: None for a whole dim, ? for a free one, or a final ... if all "
                 f"further dims are whole.{hint}"
             )
         for size, own in zip(pin.sizes or (), shape[missing:], strict=False):

@@ -197,14 +197,14 @@ def test_a_pinned_plan_runs_and_equals_the_unplanned() -> None:
         ),
         (
             {"pins": {"model.norm.weight": "model,None"}},
-            "--pin model.norm.weight=model,None has 2 dims, but model.norm.weight of shape [64] has 1: write an entry "
-            "for each: None for a whole dim, ? for a free one, or a final ... if all further dims are "
+            "--pin model.norm.weight=model,None has 2 entries, but model.norm.weight of shape [64] has 1 dims: write "
+            "an entry for each: None for a whole dim, ? for a free one, or a final ... if all further dims are "
             "whole.",
         ),
         (
             {"pins": {UP: "model"}},
-            f"--pin {UP}=model has 1 dims, but {UP} of shape [4, 128, 64] has 2 after the 1 of the stack of layers: "
-            "write an entry for each: None for a whole dim, ? for a free one, or a final ... if all further dims",
+            f"--pin {UP}=model has 1 entry, but {UP} of shape [4, 128, 64] has 2 dims after the 1 of the stack of "
+            "layers: write an entry for each: None for a whole dim, ? for a free one, or a final ... if all further",
         ),
         (
             {"pins": {UP: "model,None,None"}},
