@@ -60,9 +60,13 @@ def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:
     with show_progress(arguments) as progress:
         if plan is None:
             planned = plan_source(arguments, progress)
-            plan, program = planned.result.plan, planned.program(arguments, progress)
+            plan = planned.result.plan
+            # A plan by stage was made of one microbatch, and the whole step is measured.
+            program = None if plan.by_stage else planned.program(arguments, progress)
         else:
-            program = open_program(arguments, progress, topology.name, plan=plan)
+            program = None
+        if program is None:
+            program = open_program(arguments, progress, topology.name, plan=plan, by_stage=True)
         progress("Running the planned step" + (" and the unplanned one" if arguments.check else ""))
         measuring = {name: getattr(arguments, name) for name in ("steps", "check", "tolerance", "profile")}
         result = measure(program, plan, **measuring, timed_collectives=PROFILED_STEPS)

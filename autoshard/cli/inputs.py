@@ -67,6 +67,7 @@ def open_program(
     recipe: Mapping[str, Any] | None = None,
     plan: "Plan | None" = None,
     chosen: str = "",
+    by_stage: bool = False,
 ) -> "Program":
     """Trace the program that the arguments name, and return it; `--rules` are loaded before, for custom calls.
 
@@ -76,12 +77,13 @@ def open_program(
       depend on the topology are settled for it.
     - `kept`: use the disk cache of traced programs.
     - `recipe`: values for the choices that the program declares.
+    - `by_stage`: True to open the whole step of a JAX plan with a program for each stage.
     - `plan`: plan of this program. Its source supplies the recipe, and the options that no flag sets.
 
     With `--ignore-constraints` the program has no sharding constraints. Raises `UserError` for a program that cannot be
     traced, and for an output over a file that the program imports.
     """
-    if plan is not None:
+    if plan is not None and not (by_stage and not plan.origin.form):
         plan.check_one_step()
     from autoshard.planning.record.program_place import is_same_program
     from autoshard.program import lift_constraints, load_rules, open_source, read_config
@@ -99,6 +101,10 @@ def open_program(
     if source is not None and is_same_program(source.program, arguments.program):
         options = {name: value for name, value in source.options.items() if name in PROGRAM_OPTIONS} | options
         recipe = source.recipe
+    if plan is not None and plan.by_stage:
+        from autoshard.planning import PARTS
+
+        options = {name: value for name, value in options.items() if name not in PARTS}
     if topology is not None:
         from autoshard.planning import settled_options
 

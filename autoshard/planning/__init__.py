@@ -109,6 +109,7 @@ from autoshard.planning.record.spec import spec_text as spec_text
 from autoshard.planning.record.spec import stack_names as stack_names
 from autoshard.planning.record.state_reshard import StateReshard as StateReshard
 from autoshard.planning.record.state_reshard import predict_reshard as predict_reshard
+from autoshard.planning.space.plan_options import PARTS as PARTS
 from autoshard.planning.space.plan_options import Options as Options
 from autoshard.planning.space.plan_options import PlanOptions as PlanOptions
 from autoshard.planning.space.plan_options import read_options as read_options

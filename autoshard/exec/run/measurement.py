@@ -30,7 +30,7 @@ from autoshard.exec.run.check_inputs import (
 )
 from autoshard.exec.run.eager_check import EagerCheck, check_eager, eager_figures
 from autoshard.exec.run.exact_step import ExactSteps, replicated
-from autoshard.exec.run.planned_steps import PlannedStep, failure, first_arguments, host_copy, place_copy
+from autoshard.exec.run.planned_steps import PlannedStep, StagedRun, failure, first_arguments, host_copy, place_copy
 from autoshard.exec.run.profiled_collectives import CollectiveTimes, time_collectives
 from autoshard.exec.run.result_check import AMPLIFIED, FACTOR, UNIT, Check, compare
 from autoshard.planning import Plan, as_planned
@@ -119,6 +119,9 @@ def measure(
     `check_skipped` says so and the planned step is still timed. A check ends with steps from edge-case arguments
     (`edge_arguments`).
 
+    A JAX step with a program for each stage is timed and checked from ordinary arguments; its collectives and memory
+    are not read. `program` is then that of the whole batch.
+
     Raises `UserError` for too few devices, a program other than the planned one, exhausted memory, or a failing
     runtime.
     """
@@ -127,7 +130,9 @@ def measure(
     ensure_devices(len(plan.device_order))
     import jax
 
-    program = verify_program(program, plan)
+    if plan.by_stage and plan.origin.form:
+        plan.check_one_step()
+    program = program if plan.by_stage else verify_program(program, plan)
     eager_check = check_eager(program, seed) if check and eager and program.eager is not None else None
     first_args = first_arguments(program, seed)
     verdict: Check | None = None
@@ -135,9 +140,10 @@ def measure(
     times: list[float] = []
     try:
         one_device, unplanned, skipped = _try_unplanned(program, plan, first_args) if check else (None, [], "")
-        planned, exact_steps = PlannedStep(program, plan, first_args), ExactSteps(program, plan)
-        text = planned.compiled.as_text()
-        collectives = read_collectives(text, plan_mesh(plan))
+        planned = (StagedRun if plan.by_stage else PlannedStep)(program, plan, first_args)
+        exact_steps = ExactSteps(program, plan)
+        text = "" if plan.by_stage else planned.compiled.as_text()
+        collectives = read_collectives(text, plan_mesh(plan)) if text else []
         times_of = None
         with retained_memory():
             for step in range(warmup + steps):
@@ -150,9 +156,9 @@ def measure(
             if profile is not None:
                 with profiled(profile):
                     planned.run()
-            if timed_collectives:
+            if timed_collectives and text:
                 times_of = time_collectives(planned.run, timed_collectives, module_name(text), collectives)
-            if one_device is not None:
+            if one_device is not None and text:
                 edges = _check_edges(program, planned, one_device, exact_steps, first_args, seed, tolerance)
     except jax.errors.JaxRuntimeError as error:
         raise failure(plan, error) from error
@@ -166,12 +172,12 @@ def measure(
         step_times_s=tuple(times),
         compile_s=planned.compile_s,
         device=f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
-        wire_predicted=dict(plan.prediction.wire_bytes),
+        wire_predicted=dict(plan.prediction.wire_bytes) if text else {},
         wire_compiled=wire_by_axis(collectives),
-        counts_predicted=counts,
+        counts_predicted=counts if text else {},
         counts_compiled=count_by_kind(collectives),
         collectives=tuple(collectives),
-        memory=_memory(planned.compiled),
+        memory=_memory(planned.compiled) if text else {},
         check=verdict,
         check_skipped=skipped,
         collective_times=times_of,

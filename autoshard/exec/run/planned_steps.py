@@ -94,6 +94,29 @@ class PlannedStep:
         return following
 
 
+class StagedRun(PlannedStep):
+    """Program that runs as a program for each stage; the parts are compiled by one step before the first.
+
+    - `made`: host arrays of the first step's arguments, in the program's tree.
+
+    Raises `UserError` for another program than the planned one.
+    """
+
+    def __init__(self, program: Program, plan: Plan, made: tuple[Any, ...]) -> None:
+        import jax
+
+        self._program = program
+        self._first, self._tree = jax.tree.flatten(made)
+        self.application = Application(plan)
+        start = time.perf_counter()
+        self.compiled = self.application.jit(program)
+        self._shardings = tuple(jax.tree.leaves(self.compiled.shardings(*made)))
+        self._current: list[Any] = []
+        self.run()
+        self.compile_s = time.perf_counter() - start
+        self._current = []
+
+
 def first_arguments(program: Program, seed: int) -> tuple[Any, ...]:
     """Return the program's example arguments as host arrays: a donated step would consume the caller's arrays.
 

@@ -14,6 +14,8 @@ from flax import nnx
 
 import autoshard
 from autoshard import UserError
+from autoshard.exec import measure
+from autoshard.exec.apply import staged_steps
 from autoshard.exports import export_plan
 from autoshard.planning import Plan
 
@@ -151,6 +153,21 @@ def test_each_stage_stores_its_own_parameters(tmp_path: Path) -> None:
     devices = [params[name]["kernel"].sharding.device_set for name in ("down", "head")]
     assert devices[0].isdisjoint(devices[1]) and len(devices[0] | devices[1]) == 8
     assert "run `plan.jit(step)`" in pytest.raises(UserError, plan.lower, step, args).value.args[0]
+
+
+def test_a_step_by_stage_is_measured_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned("captured", tmp_path, **STAGED | {"microbatches": 4})
+    step, args = captured()
+    program = autoshard.trace(step, args, make_args=lambda seed: jax.tree.map(np.asarray, args))
+    measured = measure(program, plan, steps=1, warmup=0, check=True)
+    assert measured.check is not None and measured.check.passed and not measured.edges
+    assert not measured.wire_predicted and not measured.collectives and measured.step_time_s > 0
+    whole = staged_steps._whole
+    monkeypatch.setattr(
+        staged_steps, "_whole", lambda relation, total, count, dtype: whole(relation, total, count + 1, dtype)
+    )
+    measured = measure(program, plan, steps=1, warmup=0, check=True)
+    assert measured.check is not None and not measured.check.passed and measured.failed
 
 
 def test_donated_state_is_consumed(tmp_path: Path) -> None:
