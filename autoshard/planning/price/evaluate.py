@@ -176,7 +176,7 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
             channels[reshard.block, "compute"] += relayout_s
         overlap = reshard_overlap(model, reshard, choices) if timing.steps else Overlap.NONE
         for kind, axes, size, seconds in timing.steps:
-            where = lanes_of(overlap, kind, axes, size, reshard.block)
+            where = lanes_of(overlap, kind, axes, size, reshard.block, reshard.exposed)
             for channel, share in where.items():
                 channels[channel] += seconds * share * reshard.trips
             exposed = where.get(EXPOSED, 0.0)

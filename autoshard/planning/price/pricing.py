@@ -132,7 +132,6 @@ class _Pricer(NodePricer):
 
         A framework that runs op by op (`eager`) sends the collectives of a block while the next one computes.
         """
-        self.sum_places.combines &= not eager
         cluster_node = tuple(range(len(self.structure.clusters)))
         self.add_clusters()
         for op in self.structure.heavy:

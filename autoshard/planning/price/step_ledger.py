@@ -197,10 +197,15 @@ def _reshard_rows(model: Model, choices: NDArray[np.int64]) -> Iterator[LedgerRo
         overlap = reshard_overlap(model, reshard, choices)
         for kind, axes, size, seconds in timing.steps:
             hides = hiding_figures(model.collectives, overlap, kind, axes)
-            charge = Charge(kind, (("axes", axes),), (size,), reshard.block, reshard.trips, hides)
-            shares = lanes(model.collectives, link_of, overlap, kind, axes, size, reshard.block)
+            parts = (((), reshard.exposed), (hides, 1.0 - reshard.exposed))
+            charges = tuple(
+                Charge(kind, (("axes", axes),), (size,), reshard.block, reshard.trips * part, figures)
+                for figures, part in parts
+                if part
+            )
+            shares = lanes(model.collectives, link_of, overlap, kind, axes, size, reshard.block, reshard.exposed)
             yield LedgerRow(
-                reshard, kind, reshard.block, seconds, reshard.trips, shares, (charge,), axes, size, cause, line
+                reshard, kind, reshard.block, seconds, reshard.trips, shares, charges, axes, size, cause, line
             )
 
 

@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 
 from autoshard.cost import Collectives
 from autoshard.graph import OpGraph, Structure
-from autoshard.planning.price.combined_collectives import JOINED, PartTables, only_sums
+from autoshard.planning.price.combined_collectives import PartTables, only_sums
 from autoshard.planning.space.decision_model import Path, Reshard
 from autoshard.planning.space.op_strategies import result_states
 from autoshard.planning.space.overlap import Overlap
-from autoshard.planning.xla.axis_assignments import PARTIAL, WHOLE, States, distinct, local_elements, relabel
+from autoshard.planning.xla.axis_assignments import PARTIAL, WHOLE, States, distinct, relabel
 from autoshard.planning.xla.rewritten_sums import ADDED, added_sums
 from autoshard.planning.xla.sums_after_loops import sums_after_loops
 
@@ -26,8 +26,6 @@ class SumPlaces:
         """
         self.graph, self.structure, self.tables, self.axes = graph, structure, tables, collectives.mesh.sizes
         self.traits = collectives.mesh.topology.traits
-        self.combines = self.traits.separate_collective_buffers
-        """True if the small sums of a trip run together at its end; PyTorch's FSDP sums those of a block."""
         self.after = sums_after_loops(graph, structure) if self.traits.sums_after_loops else {}
         # The sum of a scatter is never staged over several axes, that of a matmul may be.
         alike = ADDED if not self.traits.stages or sum(size > 1 for size in self.axes) < 2 else ADDED[:1]
@@ -91,9 +89,7 @@ class SumPlaces:
     def _moved(self, each: Reshard) -> Iterator[tuple[NDArray[np.bool_], int]]:
         """Yield masks of a reshard's pairs of states whose sums the compiler moves, with the block of these sums.
 
-        A sum leaves a loop if it is whole and nothing else is resharded with it (`sums_after_loops`). A compiler that
-        combines collectives runs the small sums of a trip at its end, after the last of their operands. Evidence:
-        docs/compiler_behaviour.md, "Combined sums of a trip".
+        A sum leaves a loop if it is whole and nothing else is resharded with it (`sums_after_loops`).
         """
         path = each.path
         source, target = path.source[:, None, :], path.target[None, :, :]
@@ -104,6 +100,3 @@ class SumPlaces:
             alone = summed.any(axis=2) & (np.where(summed, WHOLE, source) == target).all(axis=2)
             passed = (path.source_dims == path.passed_dims).all(axis=1)
             yield alone & passed[:, None], self.graph.loops[each.block].parent
-        if each.block >= 0 and self.combines and each.overlap != Overlap.NONE:
-            small = local_elements(path.target, path.factors, self.axes) * path.itemsize <= JOINED
-            yield summed.any(axis=2) & small[None, :], each.block

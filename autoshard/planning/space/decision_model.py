@@ -271,6 +271,8 @@ class Reshard:
     """Mask of the pairs of rows and columns at which the reshard runs in this block; None for all."""
     combined: int = 1
     """Number of equal tensors in `path`, of which this one is one; `trips` counts its share of their executions."""
+    exposed: float = 0.0
+    """Share of the seconds that overlaps with nothing; `overlap` holds for the rest."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -31,6 +31,8 @@ class Overlap(enum.StrEnum):
     """Operand or result of a matmul, into which the reshard may be pipelined."""
     GRADIENTS_AT_MATMUL = "gradients at a matmul"
     """Sum of a gradient that is also a matmul's result."""
+    GRADIENTS_IN_STEPS = "gradients in steps"
+    """Sum of a gradient in a trip, scattered over some axes and then whole over others: only the scatter is hidden."""
     NETWORK = "the network alone"
     """Hidden only if all of it crosses the network between slices."""
     NETWORK_AT_MATMUL = "the network alone, at a matmul"
@@ -137,13 +139,15 @@ def hiding_figures(collectives: Collectives, overlap: Overlap, kind: str, axes: 
         return ()
     mesh = collectives.mesh
     kinds = mesh.kinds(axes)
+    if overlap is Overlap.GRADIENTS_IN_STEPS and kind == "all-reduce":
+        return ()
     if overlap is not Overlap.MATMUL and kinds == {"network"}:
         return ("network_overlap",)
     if overlap in AT_NARROW and kind in ("all-gather", "reduce-scatter") and _is_looped(collectives, axes):
         # A collective matmul: XLA turns the gather or scatter into a loop of permutes and partial matmuls.
         return (PIPELINED,)
     figures: tuple[str, ...] = _EARLY[kind] if overlap in READING else ()
-    if overlap in (Overlap.GRADIENTS, Overlap.GRADIENTS_AT_MATMUL):
+    if overlap in (*SUMS, Overlap.GRADIENTS_IN_STEPS):
         figures = ("reduction_overlap",)
     return (*figures, LEVEL_BETWEEN) if figures and mesh.topology.traits.torus and "network" in kinds else figures
 
@@ -174,6 +178,7 @@ def lanes(
     axes: Sequence[str],
     size: float,
     block: int,
+    exposed: float = 0.0,
 ) -> dict[Channel, float]:
     """Return the channels that a collective of `size` bytes occupies, with the share of its seconds in each.
 
@@ -184,8 +189,9 @@ def lanes(
     - `overlap`: how the collective may be hidden.
     - `kind`, `axes`: kind of collective and mesh axes of its group.
     - `block`: the loop in which it runs, -1 for the top level.
+    - `exposed`: share that overlaps with nothing (`Reshard.exposed`).
     """
-    hidden = hidden_share(collectives, overlap, kind, axes, size)
+    hidden = (1.0 - exposed) * hidden_share(collectives, overlap, kind, axes, size)
     shares: dict[Channel, float] = {(block, link_of[axis]): hidden for axis in axes if axis in link_of and hidden}
     if hidden < 1.0:
         shares[EXPOSED] = 1.0 - hidden
