@@ -96,7 +96,7 @@ def test_an_array_of_keys_is_split_by_key_and_never_by_word() -> None:
     assert plan.arguments["each"] == Spec((("data",),))
     check = measure(program, plan, steps=1, warmup=0, check=True).check
     assert check is not None and check.passed, check
-    with pytest.raises(autoshard.UserError, match=r"each of shape \[32\] has 1: write an entry for each"):
+    with pytest.raises(autoshard.UserError, match=r"each of shape \[32\] has 1 dim: write an entry for each"):
         autoshard.plan(program, topology="cpu:2", mesh="data=2", pins={"each": "None,data"})
     reasons = explain_plan(plan, "each", program, time_limit=5.0)
     assert all(len(one.spec.dims) == 1 for one in reasons.alternatives)

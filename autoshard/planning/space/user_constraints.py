@@ -342,9 +342,10 @@ class _Requirements:
             whole = all(axes == () for axes in pin.dims)
             hint = f" `--replicate '{pin.pattern}'` keeps tensors of any rank whole." if whole else ""
             many = "entry" if len(pin.dims) == 1 else "entries"
+            dims = "dim" if len(shape) - stacked == 1 else "dims"
             raise UserError(
                 f"{pin.flag} has {len(pin.dims)} {many}, but {name} of shape {list(shape)} has {len(shape) - stacked} "
-                f"dims{more}: write an entry for each: None for a whole dim, ? for a free one, or a final ... if all "
+                f"{dims}{more}: write an entry for each: None for a whole dim, ? for a free one, or a final ... if all "
                 f"further dims are whole.{hint}"
             )
         for size, own in zip(pin.sizes or (), shape[missing:], strict=False):

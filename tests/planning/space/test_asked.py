@@ -197,7 +197,7 @@ def test_a_pinned_plan_runs_and_equals_the_unplanned() -> None:
         ),
         (
             {"pins": {"model.norm.weight": "model,None"}},
-            "--pin model.norm.weight=model,None has 2 entries, but model.norm.weight of shape [64] has 1 dims: write "
+            "--pin model.norm.weight=model,None has 2 entries, but model.norm.weight of shape [64] has 1 dim: write "
             "an entry for each: None for a whole dim, ? for a free one, or a final ... if all further dims are "
             "whole.",
         ),
