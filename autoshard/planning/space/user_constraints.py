@@ -339,8 +339,7 @@ class _Requirements:
         missing = len(shape) - len(pin.dims) - rest
         if missing < 0 or missing > stacked:
             more = f" after the {stacked} of the stack of layers" if stacked else ""
-            whole = all(axes == () for axes in pin.dims)
-            hint = f" `--replicate '{pin.pattern}'` keeps tensors of any rank whole." if whole else ""
+            hint = f" `--replicate '{pin.pattern}'` keeps tensors of any rank whole." if set(pin.dims) <= {()} else ""
             many = "entry" if len(pin.dims) == 1 else "entries"
             dims = "dim" if len(shape) - stacked == 1 else "dims"
             raise UserError(
