@@ -4,9 +4,13 @@ import dataclasses
 import enum
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from autoshard.mlir import MeshAxes, Sharding, WindowedDim
+
+
+Made = TypeVar("Made")
 
 
 class FactorKind(enum.StrEnum):
@@ -328,6 +332,17 @@ class OpGraph:
         """Return the op that computes a tensor; None for an argument, and for a carried value or result of a loop."""
         producer = self.tensors[tensor].producer
         return self.ops[producer] if producer >= 0 else None
+
+    def once(self, make: Callable[["OpGraph"], Made]) -> Made:
+        """Return `make(self)`, computed at the first call with this function."""
+        if make not in self._made:
+            self._made[make] = make(self)
+        return self._made[make]
+
+    @functools.cached_property
+    def _made(self) -> dict[Callable[["OpGraph"], Any], Any]:
+        """Results of `once` by function."""
+        return {}
 
     @functools.cached_property
     def users(self) -> tuple[tuple[Op, ...], ...]:

@@ -57,29 +57,31 @@ def _wire_shares(model: Model, c: Collective) -> dict[str, float]:
 def mfu(model: Model, step: float) -> float | None:
     """Return the model FLOPs over the peak of all devices in a step of `step` seconds, as a share.
 
-    None if there are no FLOPs or no seconds. The model FLOPs are the program's own count if it has one. Else they are
-    the matmul FLOPs of the graph without those that the backward pass recomputes, and without masked or recomputed
-    scores of attention (`model_shares`). The peak is that of the dtype in
-    which most FLOPs multiply.
+    None if there are no FLOPs or no seconds. The model FLOPs are the program's own count if it has one, else the count
+    of the graph. The peak is that of the dtype in which most FLOPs multiply.
     """
-    graph = model.graph
-    flops = model.program.model_flops or _graph_flops(graph)
+    needed, dtype = model.graph.once(_model_flops)
+    flops = model.program.model_flops or needed
     if not flops or step <= 0:
         return None
-    dtypes: dict[str, float] = defaultdict(float)
-    for op in model.graph.ops:
-        if op.flops:
-            dtypes[model.graph.multiplied_dtype(op)] += op.flops * model.graph.trips(op.loop)
-    dtype = max(dtypes, key=lambda d: (dtypes[d], d), default="bfloat16")
     topology = model.mesh.topology
     return flops / (step * topology.peak_flops(dtype) * topology.num_devices)
 
 
-def _graph_flops(graph: OpGraph) -> float:
-    """Return the matmul FLOPs that a graph's model needs in one step."""
-    shares = model_shares(graph)
-    ops = (op for op in graph.ops if op.flops and AGAIN not in op.name)
-    return sum(op.flops * shares.get(op.id, 1.0) * graph.trips(op.loop) for op in ops)
+def _model_flops(graph: OpGraph) -> tuple[float, str]:
+    """Return the matmul FLOPs that a graph's model needs in one step, and the dtype in which most FLOPs multiply.
+
+    FLOPs that the backward pass recomputes do not count, nor do masked or recomputed scores of attention
+    (`model_shares`).
+    """
+    shares, needed, multiplied = model_shares(graph), 0.0, defaultdict[str, float](float)
+    for op in graph.ops:
+        if op.flops:
+            flops = op.flops * graph.trips(op.loop)
+            multiplied[graph.multiplied_dtype(op)] += flops
+            if AGAIN not in op.name:
+                needed += flops * shares.get(op.id, 1.0)
+    return needed, max(multiplied, key=lambda dtype: (multiplied[dtype], dtype), default="bfloat16")
 
 
 def _op_name(model: Model, moment: int) -> str:
