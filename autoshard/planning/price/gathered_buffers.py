@@ -33,9 +33,11 @@ def gathered_results(
 def copied_into_place(model: Model, gathered: Mapping[int, int]) -> Iterator[LiveBuffer]:
     """Yield the copies that TPU compilers make where results are gathered: of donated arguments, and of the results.
 
-    A loop that reads a donated argument reads a copy of it, since the gathered value gets the argument's place. Each
-    gathered value is copied into its place. Until then it lies in main memory if it exceeds on-chip memory, or on chips
-    of several cores. Evidence: docs/compiler_behaviour.md, "Results that are gathered".
+    A loop that reads a donated argument reads a copy of it, since the gathered value gets the argument's place. A loop
+    that updates a stack gets the stack's shard before the layers run. If layers read a narrow copy, the first copy is
+    then narrowed as they begin, and nested loops need none. Each gathered value is copied into its place. Until then it
+    lies in main memory if it exceeds on-chip memory, or on chips of several cores. Evidence:
+    docs/compiler_behaviour.md, "Results that are gathered".
 
     - `gathered`: bytes of each gathered result (`gathered_results`).
     """
@@ -44,13 +46,26 @@ def copied_into_place(model: Model, gathered: Mapping[int, int]) -> Iterator[Liv
     donated = {tensor for tensor, argument in arguments if argument.donated}
     chip = model.mesh.topology.chip
     room = 0 if chip.cores_per_chip > 1 else chip.vmem_bytes
+    carried = {carry.init for loop in graph.loops for carry in loop.carries}
+    narrowed = {
+        tensor: (start, width / graph.tensors[tensor].itemsize)
+        for (tensor, start, _), width in model.liveness.widths.items()
+        if tensor in donated & carried and width < graph.tensors[tensor].itemsize
+    }
     for result, size in gathered.items():
         maker, tensor = graph.maker(result), inputs[result]
         if maker is not None and size > room:
             yield LiveBuffer(maker.id, len(graph.ops), size, "temporaries", result)
         loops = [graph.loops[op.loop] for op in graph.users[tensor] if op.loop >= 0]
-        if tensor in donated and loops:
+        if tensor not in donated or not loops:
+            continue
+        if tensor not in narrowed:
             yield LiveBuffer(0, max(loop.stop for loop in loops), size, "temporaries", tensor)
+        elif any(loop.parent < 0 for loop in loops):
+            start, share = narrowed[tensor]
+            yield LiveBuffer(0, start, size, "temporaries", tensor)
+            # Stacks are narrowed one after the other, each into the copy that it replaces.
+            yield LiveBuffer(start, start + 1, round((1.0 - share) * size), "temporaries", tensor)
 
 
 def held_by_collectives(

@@ -185,13 +185,14 @@ def test_room(topology: str, mib: int) -> None:
     assert on_chip_room(parsed, 101 * room + 1) == 0
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("accumulated", [False, True])
-def test_donated_weights_are_copied_where_new_ones_are_gathered(accumulated: bool) -> None:
+@pytest.mark.few(2)
+@pytest.mark.parametrize(("accumulated", "looped"), [(True, True), (False, False), (True, False)])
+def test_donated_weights_are_copied_where_new_ones_are_gathered(accumulated: bool, looped: bool) -> None:
     """Plan scanned layers with whole weights and split momentum; compare with the compiler, and with a count by hand.
 
     Loops read a copy of the old weights, since the gathered new ones get their place. Weights in float32 that layers of
-    two microbatches narrow have this copy and a narrow one, and none for the loop over microbatches.
+    two microbatches narrow have this copy and a narrow one, and none for the loop over microbatches. If a loop updates
+    the weights, the first copy is gone once the narrow one is there.
     """
     if importlib.util.find_spec("libtpu") is None:  # an optional extra
         pytest.skip("libtpu is not installed")
@@ -205,7 +206,15 @@ def test_donated_weights_are_copied_where_new_ones_are_gathered(accumulated: boo
             return sums + jax.grad(loss)(w, part), None
 
         parts = x.reshape(2, -1, x.shape[1])
-        m = 0.9 * m + (jax.lax.scan(add, jnp.zeros_like(w), parts)[0] if accumulated else jax.grad(loss)(w, x))
+        gradient = jax.lax.scan(add, jnp.zeros_like(w), parts)[0] if accumulated else jax.grad(loss)(w, x)
+
+        def update(i: jax.Array, old: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            new = 0.9 * old[1][i] + gradient[i]
+            return old[0].at[i].add(-new), old[1].at[i].set(new)
+
+        if looped:
+            return jax.lax.fori_loop(0, layers, update, (w, m))
+        m = 0.9 * m + gradient
         return w - m, m
 
     layers, dtype = (6, jnp.float32) if accumulated else (12, jnp.bfloat16)
@@ -215,5 +224,7 @@ def test_donated_weights_are_copied_where_new_ones_are_gathered(accumulated: boo
     pins = {"w": (None, None, None), "m": (None, None, "data"), "x": ("data", None)}
     plan = make_plan(program, Options(topology="v6e:2x4", mesh="data=8", asked=read_asked(pins=pins))).plan
     compiled = reserved_bytes(compile_without_devices(program, plan, 300.0, True))
-    assert plan.prediction.peak_bytes == pytest.approx(compiled, rel=0.05)
-    assert plan.prediction.memory["temporaries"] >= layers * 4096 * 4096 * (4 + 2 if accumulated else 2)
+    assert plan.prediction.peak_bytes == pytest.approx(compiled, rel=0.06)
+    copied = 2 if looped or not accumulated else 4 + 2
+    least = layers * 4096 * 4096 * copied
+    assert least <= plan.prediction.memory["temporaries"] < least + 4 * layers * 4096 * 4096
