@@ -320,7 +320,7 @@ def _buffers(model: Model, choices: NDArray[np.int64], solved: Sequence[LiveBuff
             if (node := model.nodes[reshard.target]).kind == "copy" and not node.memory
         }
         buffers += [*gathered_copies(model, choices, steps_to_copies), *_relaid_rows(model, choices)]
-        buffers += [*copied_into_place(model, gathered), *copied_updates(model, choices)]
+        buffers += [*copied_into_place(model, gathered, local_of), *copied_updates(model, choices)]
     if traits.tiled or traits.separate_collective_buffers:
         buffers += _exchanged_views(model, choices)
     offloaded = offloaded_gathers(model, choices, local_of)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.cost import LANES, TILE_ROWS
 from autoshard.planning.price.device_memory import LiveBuffer, collective_buffers, unsummed_bytes
 from autoshard.planning.price.reshard_times import reshard_overlap, reshard_time
 from autoshard.planning.price.sparse_core_rows import OffloadedGather
@@ -30,16 +31,19 @@ def gathered_results(
             yield reshard.tensor, model.padding.shard_bytes(tensor, local_of(tensor), itemsize)
 
 
-def copied_into_place(model: Model, gathered: Mapping[int, int]) -> Iterator[LiveBuffer]:
+def copied_into_place(
+    model: Model, gathered: Mapping[int, int], local_of: Callable[[int], Sequence[int]]
+) -> Iterator[LiveBuffer]:
     """Yield the copies that TPU compilers make where results are gathered: of donated arguments, and of the results.
 
-    A loop that reads a donated argument reads a copy of it, since the gathered value gets the argument's place. A loop
-    that updates a stack gets the stack's shard before the layers run. If layers read a narrow copy, the first copy is
-    then narrowed as they begin, and nested loops need none. Each gathered value is copied into its place. Until then it
-    lies in main memory if it exceeds on-chip memory, or on chips of several cores. Evidence:
-    docs/compiler_behaviour.md, "Results that are gathered".
+    A loop that reads a donated argument reads a copy of it, since the gathered value gets the argument's place. A value
+    that is gathered in another layout gets its place later, and the argument is not copied. A loop that updates a stack
+    gets the stack's shard before the layers run. If these read a narrow copy, the first copy is then narrowed as they
+    begin. Each gathered value is copied into its place. Until then it lies in main memory if it exceeds on-chip memory,
+    or on chips of several cores. Evidence: docs/compiler_behaviour.md, "Results that are gathered".
 
     - `gathered`: bytes of each gathered result (`gathered_results`).
+    - `local_of`: dims of a tensor's shard.
     """
     graph, inputs = model.graph, dict(model.structure.ties)
     arguments = zip(graph.arguments, model.program.arguments, strict=True)
@@ -57,15 +61,22 @@ def copied_into_place(model: Model, gathered: Mapping[int, int]) -> Iterator[Liv
         if maker is not None and size > room:
             yield LiveBuffer(maker.id, len(graph.ops), size, "temporaries", result)
         loops = [graph.loops[op.loop] for op in graph.users[tensor] if op.loop >= 0]
-        if tensor not in donated or not loops:
+        if tensor not in donated or not loops or not _keeps_layout(local_of(result), local_of(tensor)):
             continue
         if tensor not in narrowed:
             yield LiveBuffer(0, max(loop.stop for loop in loops), size, "temporaries", tensor)
-        elif any(loop.parent < 0 for loop in loops):
-            start, share = narrowed[tensor]
-            yield LiveBuffer(0, start, size, "temporaries", tensor)
-            # Stacks are narrowed one after the other, each into the copy that it replaces.
-            yield LiveBuffer(start, start + 1, round((1.0 - share) * size), "temporaries", tensor)
+            continue
+        start, share = narrowed[tensor]
+        yield LiveBuffer(0, start, size, "temporaries", tensor)
+        # Stacks are narrowed one after the other, each into the copy that it replaces.
+        yield LiveBuffer(start, start + 1, round((1.0 - share) * size), "temporaries", tensor)
+
+
+def _keeps_layout(shard: Sequence[int], whole: Sequence[int]) -> bool:
+    """Return True if a value is gathered in the layout of its shards: in one dim, whose shards fill tiles."""
+    dims = [dim for dim, (part, size) in enumerate(zip(shard, whole, strict=True)) if part != size]
+    tile = (LANES, TILE_ROWS)[len(whole) - 1 - dims[0]] if dims and dims[0] >= len(whole) - 2 else 1
+    return len(dims) == 1 and shard[dims[0]] % tile == 0
 
 
 def held_by_collectives(
