@@ -26,6 +26,7 @@ from autoshard.planning.price.gathered_buffers import (
     copied_into_place,
     gathered_results,
     held_by_collectives,
+    partial_scatters,
     waiting_gradients,
 )
 from autoshard.planning.price.heap_placement import heap_holes, written_by_collectives
@@ -329,7 +330,7 @@ def _buffers(model: Model, choices: NDArray[np.int64], solved: Sequence[LiveBuff
     if traits.tiled:
         buffers = list(with_gathered_rows(model.graph, buffers, local_of, offloaded))
         clock_of = functools.partial(kernel_clock, model, choices, tuple(buffers))
-        buffers += waiting_gradients(model, choices, clock_of)
+        buffers += [*waiting_gradients(model, choices, clock_of), *partial_scatters(model, choices)]
     if traits.tiled and (room := on_chip_room(model.mesh.topology, _memory(model, buffers)[0])):
         copies = [each for each in buffers if each.start in offloaded and offloaded[each.start].reads_copy(each)]
         buffers = [each for each in buffers if each not in copies]

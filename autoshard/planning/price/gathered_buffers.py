@@ -11,6 +11,7 @@ from autoshard.planning.price.reshard_times import reshard_overlap, reshard_time
 from autoshard.planning.price.sparse_core_rows import OffloadedGather
 from autoshard.planning.space.decision_model import Model, Reshard
 from autoshard.planning.space.overlap import SUMS
+from autoshard.planning.xla.table_layouts import table_copies
 
 
 def gathered_results(
@@ -100,6 +101,26 @@ def held_by_collectives(
         # Sparse cores read a copy with rows in order, once the gathered table is freed.
         if held.size > least if gather is None else not gather.copied:
             yield held
+
+
+def partial_scatters(model: Model, choices: NDArray[np.int64]) -> Iterator[LiveBuffer]:
+    """Yield the partial results of scatters that a reduce-scatter sums right after, besides gradients of state.
+
+    The scatter adds rows up into a whole table. One that has a copy with padded rows (`table_copies`) is left out.
+    Evidence: docs/compiler_behaviour.md, "Scatters before their sum".
+    """
+    for reshard in model.reshards:
+        op = model.graph.ops[reshard.op] if reshard.op >= 0 else None
+        if op is None or op.kind != "scatter" or model.nodes[reshard.source].kind != "op":
+            continue
+        if reshard_overlap(model, reshard, choices) in SUMS:
+            continue
+        state = model.nodes[reshard.source].states[[int(choices[reshard.source])]]
+        copies = table_copies(model.graph, op, state, model.axis_sizes, model.mesh.topology)
+        padded = copies is not None and copies.copied.any()
+        if not padded and any(kind == "reduce-scatter" for kind, *_ in reshard_time(model, reshard, choices).steps):
+            size = unsummed_bytes(model, reshard, choices)
+            yield LiveBuffer(reshard.op, reshard.op + 1, size, "temporaries", reshard.tensor)
 
 
 def waiting_gradients(
