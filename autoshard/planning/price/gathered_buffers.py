@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost import LANES, TILE_ROWS
+from autoshard.graph import Op, OpGraph
 from autoshard.planning.price.device_memory import LiveBuffer, collective_buffers, unsummed_bytes
 from autoshard.planning.price.reshard_times import reshard_overlap, reshard_time
 from autoshard.planning.price.sparse_core_rows import OffloadedGather
@@ -121,6 +122,48 @@ def partial_scatters(model: Model, choices: NDArray[np.int64]) -> Iterator[LiveB
         if not padded and any(kind == "reduce-scatter" for kind, *_ in reshard_time(model, reshard, choices).steps):
             size = unsummed_bytes(model, reshard, choices)
             yield LiveBuffer(reshard.op, reshard.op + 1, size, "temporaries", reshard.tensor)
+
+
+def with_moved_slices(
+    model: Model, choices: NDArray[np.int64], buffers: Sequence[LiveBuffer], local_of: Callable[[int], Sequence[int]]
+) -> list[LiveBuffer]:
+    """Return the buffers in which the slices that collectives move are stored apart from the value that they slice.
+
+    If only the slice reads this value, its buffer ends there. Otherwise slices are parts of the value, whose buffer
+    stands for both. Evidence: docs/compiler_behaviour.md, "Slices that collectives move".
+
+    - `local_of`: dims of a tensor's shard.
+    """
+    graph, moved = model.graph, dict[int, tuple[int, int]]()
+    for reshard in model.reshards:
+        op = graph.ops[reshard.op] if reshard.op >= 0 else None
+        ends = model.nodes[reshard.source].kind, model.nodes[reshard.target].kind
+        if op is None or op.kind != "slice" or op.loop >= 0 or ends != ("op", "cluster"):
+            continue
+        if reshard_time(model, reshard, choices).steps and (source := _sliced_alone(graph, op)) >= 0:
+            moved[source] = op.id, reshard.path.itemsize // reshard.combined
+    apart: list[LiveBuffer] = []
+    for each in buffers:
+        op_id, itemsize = moved.get(each.tensor, (each.stop, 0))
+        if each.start <= op_id < each.stop - 1:
+            result = graph.ops[op_id].results[0]
+            size = model.padding.shard_bytes(result, local_of(result), itemsize)
+            apart.append(each._replace(stop=op_id + 1))
+            apart.append(each._replace(start=op_id, size=size, tensor=result))
+        else:
+            apart.append(each)
+    return apart
+
+
+def _sliced_alone(graph: OpGraph, op: Op) -> int:
+    """Return the value that a slice alone reads, or its cast; -1 if it has other readers."""
+    tensor = op.operands[0]
+    while len(graph.users[tensor]) == 1:
+        maker = graph.maker(tensor)
+        if maker is None or maker.kind != "convert":
+            return tensor
+        tensor = maker.operands[0]
+    return -1
 
 
 def waiting_gradients(

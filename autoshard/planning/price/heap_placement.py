@@ -71,16 +71,10 @@ def _heap_bytes(members: Sequence[tuple[int, int, int]]) -> int:
 
 
 def written_by_collectives(model: Model, choices: NDArray[np.int64]) -> set[int]:
-    """Return the results of heavy ops that a collective brings to the spec of their cluster.
-
-    For a slice that alone reads its operand they are the operand, whose buffer stands for both.
-    """
-    graph, found = model.graph, set[int]()
+    """Return the results of heavy ops that a collective brings to the spec of their cluster."""
+    found = set[int]()
     for reshard in model.reshards:
         ends = model.nodes[reshard.source].kind, model.nodes[reshard.target].kind
         if ends == ("op", "cluster") and reshard_time(model, reshard, choices).steps:
-            op = graph.maker(reshard.tensor)
             found.add(reshard.tensor)
-            if op is not None and op.kind == "slice" and len(graph.users[op.operands[0]]) == 1:
-                found.add(op.operands[0])
     return found

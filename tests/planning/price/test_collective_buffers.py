@@ -1,4 +1,4 @@
-"""Buffers of scatters before their sum, as compiled steps have them."""
+"""Buffers of scatters before their sum, and of slices that collectives move, as compiled steps have them."""
 
 import jax
 import jax.numpy as jnp
@@ -32,3 +32,31 @@ def test_a_scatter_is_whole_before_a_reduce_scatter_sums_it(split: bool) -> None
     made = [each for each in live_buffers(priced.model, priced.choices) if added.get(each.tensor) == each.start]
     whole = [each for each in made if each.size == 2 * nodes * width and each.stop == each.start + 1]
     assert bool(whole) == split
+
+
+def test_a_slice_that_a_collective_moves_is_stored_in_place_of_what_it_slices() -> None:
+    """Price experts by capacity: rows are added up into slots, the last is cut off, the rest goes to the experts."""
+    tokens, width, experts, capacity = 2**14, 1024, 16, 2048
+
+    def loss(up: jax.Array, x: jax.Array, slots: jax.Array) -> jax.Array:
+        inside = jnp.zeros((experts, capacity + 1, width), x.dtype)
+        inside = inside.at[jnp.arange(experts)[None], slots].add(x[:, None])[:, :capacity]
+        return jnp.mean(jnp.tanh(jnp.einsum("ecd,edf->ecf", inside, up)) ** 2)
+
+    shapes = [
+        jax.ShapeDtypeStruct((experts, width, 4 * width), jnp.float32),
+        jax.ShapeDtypeStruct((tokens, width), jnp.float32),
+    ]
+    program = trace(jax.grad(loss), (*shapes, jax.ShapeDtypeStruct((tokens, experts), jnp.int32)))
+    pins = {"up": ("d", None, None), "x": (None, "d"), "slots": (None, None)}
+    options = Options(topology="v5p:2x2x2", mesh=f"d={DEVICES}", asked=read_asked(pins=pins))
+    priced = make_plan(program, options).plan.graph(program).priced
+    graph = priced.model.graph
+    buffers = live_buffers(priced.model, priced.choices)
+    (cut,) = [op for op in graph.ops if op.kind == "slice" and op.results[0] in {each.tensor for each in buffers}]
+    (moved,) = [each for each in buffers if each.tensor == cut.results[0]]
+    # Rounded for the two matmuls, that of the forward pass and that of the weight's gradient.
+    assert moved.size == 2 * experts // DEVICES * capacity * width
+    assert moved.stop > max(op.id for op in graph.ops if op.kind == "dot_general")
+    (added,) = [each for each in buffers if graph.maker(each.tensor) is not None and each.start == cut.id - 2]
+    assert added.stop == cut.id + 1
