@@ -29,6 +29,7 @@ from autoshard.planning.price.gathered_buffers import (
     partial_scatters,
     waiting_gradients,
     with_moved_slices,
+    with_whole_sums,
 )
 from autoshard.planning.price.heap_placement import heap_holes, written_by_collectives
 from autoshard.planning.price.on_chip_memory import kernel_clock, on_chip_room, without_on_chip
@@ -312,7 +313,7 @@ def _buffers(model: Model, choices: NDArray[np.int64], solved: Sequence[LiveBuff
         for each in solved
     ]
     if traits.tiled:
-        buffers = with_moved_slices(model, choices, buffers, local_of)
+        buffers = with_moved_slices(model, choices, with_whole_sums(model, choices, buffers), local_of)
     # Kernels that gathers are fused with write several values.
     if model.mesh.topology.chip.fused_gathers != "by default":
         ends = model.liveness.early_ends

@@ -124,6 +124,22 @@ def partial_scatters(model: Model, choices: NDArray[np.int64]) -> Iterator[LiveB
             yield LiveBuffer(reshard.op, reshard.op + 1, size, "temporaries", reshard.tensor)
 
 
+def with_whole_sums(model: Model, choices: NDArray[np.int64], buffers: Sequence[LiveBuffer]) -> list[LiveBuffer]:
+    """Return the buffers in which scatters' results that are summed whole and then split are whole.
+
+    Kernels that read the shard slice the sum themselves, so no shard is stored. Evidence: docs/compiler_behaviour.md,
+    "Scatters before their sum".
+    """
+    whole: dict[int, int] = {}
+    for reshard in model.reshards:
+        op = model.graph.ops[reshard.op] if reshard.op >= 0 else None
+        if op is None or op.kind != "scatter" or op.loop >= 0 or model.nodes[reshard.source].kind != "op":
+            continue
+        if any(kind == "all-reduce" for kind, *_ in reshard_time(model, reshard, choices).steps):
+            whole[reshard.tensor] = unsummed_bytes(model, reshard, choices)
+    return [each._replace(size=max(each.size, whole.get(each.tensor, 0))) for each in buffers]
+
+
 def with_moved_slices(
     model: Model, choices: NDArray[np.int64], buffers: Sequence[LiveBuffer], local_of: Callable[[int], Sequence[int]]
 ) -> list[LiveBuffer]:

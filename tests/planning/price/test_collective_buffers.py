@@ -34,6 +34,23 @@ def test_a_scatter_is_whole_before_a_reduce_scatter_sums_it(split: bool) -> None
     assert bool(whole) == split
 
 
+def test_a_sum_of_rows_that_is_split_afterwards_stays_whole() -> None:
+    """Price a layer of a graph network, whose shards of 31,250 nodes fill no tiles: its sum is an all-reduce."""
+    nodes, width, edges = 500_000, 128, 2**24
+
+    def loss(weight: jax.Array, x: jax.Array, senders: jax.Array, receivers: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.tanh(jax.ops.segment_sum(x[senders], receivers, nodes) @ weight) ** 2)
+
+    rows = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((width, width), (nodes, width))]
+    program = trace(jax.grad(loss), (*rows, *[jax.ShapeDtypeStruct((edges,), jnp.int32)] * 2))
+    pins = {each.name: (("a", "b"),) if each.dtype == "int32" else (None, None) for each in program.arguments}
+    options = Options(topology="v5e:4x4", mesh="a=4,b=4", asked=read_asked(pins=pins | {"x": (("a", "b"), None)}))
+    priced = make_plan(program, options).plan.graph(program).priced
+    (added,) = [op for op in priced.model.graph.ops if op.kind == "scatter"]
+    (stored,) = [each for each in live_buffers(priced.model, priced.choices) if each.tensor == added.results[0]]
+    assert stored.size == 4 * nodes * width and stored.stop > added.id + 2
+
+
 def test_a_slice_that_a_collective_moves_is_stored_in_place_of_what_it_slices() -> None:
     """Price experts by capacity: rows are added up into slots, the last is cut off, the rest goes to the experts."""
     tokens, width, experts, capacity = 2**14, 1024, 16, 2048
