@@ -24,6 +24,7 @@ from autoshard.planning.price.device_memory import (
 )
 from autoshard.planning.price.gathered_buffers import (
     copied_into_place,
+    exchanged_views,
     gathered_results,
     held_by_collectives,
     partial_scatters,
@@ -327,7 +328,7 @@ def _buffers(model: Model, choices: NDArray[np.int64], solved: Sequence[LiveBuff
         buffers += [*gathered_copies(model, choices, steps_to_copies), *_relaid_rows(model, choices)]
         buffers += [*copied_into_place(model, gathered, local_of), *copied_updates(model, choices)]
     if traits.tiled or traits.separate_collective_buffers:
-        buffers += _exchanged_views(model, choices)
+        buffers += exchanged_views(model, choices, local_of)
     offloaded = offloaded_gathers(model, choices, local_of)
     if model.mesh.topology.chip.name in OFFLOADING:
         buffers += sorted_indices(model.graph, local_of)
@@ -345,24 +346,6 @@ def _buffers(model: Model, choices: NDArray[np.int64], solved: Sequence[LiveBuff
     if model.liveness.reserved:
         buffers = reserve(model.graph, buffers, model.liveness.reserved, traits.results_apart)
     return buffers
-
-
-def _exchanged_views(model: Model, choices: NDArray[np.int64]) -> Iterator[LiveBuffer]:
-    """Yield the views of arguments that a reshape makes for a loop, where a collective makes them tensors of their own.
-
-    An example is a batch in microbatches: split by rows at the entry, and by the rows of each microbatch in the loop.
-    """
-    graph = model.graph
-    stored = {tensor for tensor, _, _ in model.liveness.buffers}
-    for reshard in model.reshards:
-        if reshard.op < 0 or graph.ops[reshard.op].kind != "reshape" or reshard.tensor not in graph.arguments:
-            continue
-        view = graph.ops[reshard.op].results[0]
-        loops = [graph.loops[op.loop] for op in graph.ops if op.loop >= 0 and view in op.operands]
-        if view in stored or not loops or not reshard_time(model, reshard, choices).steps:
-            continue
-        size = model.padding.shard_bytes(view, _local_dims(model, choices, view), graph.tensors[view].itemsize)
-        yield LiveBuffer(reshard.op, max(loop.stop for loop in loops), size, "temporaries", view)
 
 
 def _relaid_rows(model: Model, choices: NDArray[np.int64]) -> Iterator[LiveBuffer]:

@@ -104,6 +104,28 @@ def held_by_collectives(
             yield held
 
 
+def exchanged_views(
+    model: Model, choices: NDArray[np.int64], local_of: Callable[[int], Sequence[int]]
+) -> Iterator[LiveBuffer]:
+    """Yield the views of arguments that a reshape makes for a loop, where a collective makes them tensors of their own.
+
+    An example is a batch in microbatches: split by rows at the entry, and by the rows of each microbatch in the loop.
+
+    - `local_of`: dims of a tensor's shard.
+    """
+    graph = model.graph
+    stored = {tensor for tensor, _, _ in model.liveness.buffers}
+    for reshard in model.reshards:
+        if reshard.op < 0 or graph.ops[reshard.op].kind != "reshape" or reshard.tensor not in graph.arguments:
+            continue
+        view = graph.ops[reshard.op].results[0]
+        loops = [graph.loops[op.loop] for op in graph.ops if op.loop >= 0 and view in op.operands]
+        if view in stored or not loops or not reshard_time(model, reshard, choices).steps:
+            continue
+        size = model.padding.shard_bytes(view, local_of(view), graph.tensors[view].itemsize)
+        yield LiveBuffer(reshard.op, max(loop.stop for loop in loops), size, "temporaries", view)
+
+
 def partial_scatters(model: Model, choices: NDArray[np.int64]) -> Iterator[LiveBuffer]:
     """Yield the partial results of scatters that a reduce-scatter sums right after, besides gradients of state.
 
