@@ -14,15 +14,17 @@ from autoshard.planning import FORMS, Plan, chosen_options
 from autoshard.program import parse_remat
 
 
-_RECOMPUTED = {"none": "none", "dots": "selective", "full": "full"}
-"""Remat policies -> recomputation in eager frameworks; `dots` saves the matmuls' results, as torchtitan's `selective`
-nearly does.
-"""
+_RECOMPUTED = {"none": "none", "dots": "matmuls", "full": "full"}
+"""Remat policies -> recomputation in eager frameworks."""
+_FRAMEWORKS = {"fsdp2": "dtensor", "torchtitan": "styles", "transformers": "styles"}
+"""Forms with tensor parallelism -> framework that runs their code."""
 
 
 @provides("eager_price")
 def eager_step_s(plan: Plan) -> float | None:
     """Return the seconds of a plan's step in eager torch on GPUs, as `choose_degrees` prices torchtitan's.
+
+    Unlike torchtitan's own, the code of these forms keeps values whole between split matmuls.
 
     Return None for a form that does not gather parameters, and for a plan that degrees cannot state. The program must
     be a dense decoder's configuration, with matmuls in 16 bits and remat policies of `_RECOMPUTED`. A mixture of them
@@ -39,6 +41,8 @@ def eager_step_s(plan: Plan) -> float | None:
     replicas = math.prod(plan.mesh[axis] for axis in plan.batch_axes)
     micro, batch = int(options.get("microbatches") or 1), math.prod(labels[:-1])
     split = {axis for name, spec in plan.arguments.items() if plan.is_weight(name) for axis in spec.axes}
+    tp, zero = place.num_devices // replicas, 3 if split & set(plan.batch_axes) else 0
+    framework = _FRAMEWORKS.get(form.name, "torchtitan")
     try:
         decoder = gpu_decoder(source.program)
         if decoder.experts > 1 or batch % (replicas * micro):
@@ -50,11 +54,20 @@ def eager_step_s(plan: Plan) -> float | None:
         layers = Counter(_RECOMPUTED[policy] for policy in policies)
         runs = {
             recompute: GpuRun(
-                decoder, place, "torchtitan", labels[-1], replicas, place.num_devices // replicas, 1,
-                batch // replicas // micro, micro, 3 if split & set(plan.batch_axes) else 0, recompute,
+                decoder,
+                place,
+                framework,
+                labels[-1],
+                replicas,
+                tp,
+                1,
+                batch // replicas // micro,
+                micro,
+                zero,
+                recompute,
             )
             for recompute in layers
-        }  # fmt: skip
+        }
     except UserError:
         return None
     return sum(price_step(run).seconds * layers[recompute] for recompute, run in runs.items()) / decoder.layers

@@ -11,6 +11,8 @@ from autoshard.errors import UserError
 from autoshard.serving import Decoder
 
 
+RECOMPUTES = ("none", "selective", "matmuls", "full")
+"""Values of `GpuRun.recompute`."""
 _FRAMEWORKS = pathlib.Path(__file__).with_name("frameworks.json")
 
 
@@ -26,6 +28,8 @@ class EagerFramework:
     """Division of layers into stages: `equal`, or `by parameters`, with the head counted as layers."""
     sequence_parallel: bool
     """True if norms and sums between tensor-parallel matmuls are split along the sequence."""
+    overlapped_scatters: bool
+    """True if the gradient of a layer's input is scattered over `tp` during the matmul of the weights' gradient."""
     gradient_bytes: int
     """Bytes of one element of a gradient when it is summed over replicas."""
     accumulated: bool
@@ -45,6 +49,8 @@ class EagerFramework:
     """Tensor-parallel collectives that the host launches for a layer's forward pass."""
     backward_collectives: int
     """Number of collectives of the backward pass, counted alike."""
+    dtensor_ops: float
+    """Share of a layer's ops that take DTensors if `tp` is above 1."""
     kept_bytes: Mapping[str, float]
     """Bytes that a layer saves for its backward pass, for each element of a kind of tensor.
 
@@ -69,7 +75,10 @@ def eager_framework(name: str) -> EagerFramework:
     known.pop("about")
     if name not in known:
         raise UserError(f"unknown framework {name!r}; known are {', '.join(known)}")
-    return EagerFramework(**known[name])
+    entry = known[name]
+    while "like" in entry:
+        entry = known[entry.pop("like")] | entry
+    return EagerFramework(**entry)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,7 +102,10 @@ class GpuRun:
     zero: int
     """ZeRO stage, the state split over replicas. 0: none; 1: optimizer state; 2: gradients too; 3: parameters too."""
     recompute: str
-    """`none`, `selective` (torchtitan's policy by op, `SelectiveSaves`), or `full`: layers save only their input."""
+    """`none`, or the policy of layers, which save their input, and only with two policies further values.
+
+    `selective` is torchtitan's policy by op (`SelectiveSaves`). `matmuls` saves the results of all but the last matmul.
+    """
     chunks: int = 1
     """Chunks of layers in a stage of an interleaved schedule."""
     dtype: str = "bf16"
@@ -127,8 +139,8 @@ class GpuRun:
             )
         if self.zero not in (0, 1, 2, 3):
             raise UserError(f"ZeRO stage {self.zero} does not exist; stages are 0, 1, 2 and 3")
-        if self.recompute not in ("none", "selective", "full"):
-            raise UserError(f"recomputation {self.recompute!r} is not priced; known are none, selective and full")
+        if self.recompute not in RECOMPUTES:
+            raise UserError(f"recomputation {self.recompute!r} is not priced; known are {', '.join(RECOMPUTES)}")
         if self.replicas * self.tp % self.ep:
             raise UserError(f"ep {self.ep} does not divide dp {self.dp} x tp {self.tp}")
         if self.decoder.experts % self.ep:

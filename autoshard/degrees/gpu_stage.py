@@ -20,6 +20,8 @@ class HostFigures:
 
     host_op_s: float
     """Seconds in which the host launches an op."""
+    dtensor_op_s: float
+    """Seconds that an op of DTensors takes the host in addition."""
     attention_efficiency: dict[str, dict[str, float]]
     """Share of peak over a forward and a backward pass by kernel and chip, without masked scores."""
     contention: float
@@ -261,7 +263,8 @@ class GpuPrices:
         calls = (eager.backward_collectives if backward else eager.forward_collectives) if self.run.tp > 1 else 0
         # Rough count of a mixture's further ops: routing, sorting, counting, and the exchanges with their sizes.
         ops += 30 if self.run.decoder.experts > 1 else 0
-        return (ops + calls) * self.figures.host_op_s
+        placed = ops * eager.dtensor_ops if self.run.tp > 1 else 0
+        return (ops + calls) * self.figures.host_op_s + placed * self.figures.dtensor_op_s
 
     def layer_forward(self) -> Pass:
         """Price one layer of one microbatch, forward, with its gathers and scatters, or sums, over `tp`."""
@@ -304,6 +307,13 @@ class GpuPrices:
             device += gathers * self.collective("all-gather", "tp", 2.0 * self.tokens * decoder.width)
         return Pass(device, self._host(False))
 
+    def layer_matmuls_saved(self) -> Pass:
+        """Price what a layer that saves the results of its matmuls computes again: other ops, attention, one sum."""
+        device = self._elementwise(False) + self._context(False)
+        if self.run.tp > 1:  # the sum of attention's output; nothing needs that of the layer's last matmul
+            device += self.collective("all-reduce", "tp", 2.0 * self.tokens * self.run.decoder.width)
+        return Pass(device, self._host(False))
+
     def layer_backward(self) -> Pass:
         """Price the gradients of one layer of one microbatch, and their addition to the buffer; no recomputation."""
         run = self.run
@@ -320,8 +330,9 @@ class GpuPrices:
             if not run.eager.sequence_parallel:
                 device += self.collective("all-reduce", "tp", size) if begins else 0.0
                 continue
-            if begins:  # the weights' matmul hides the reduce-scatter of the input's gradient
-                device += max(0.0, self.collective("reduce-scatter", "tp", size) - weights)
+            if begins:
+                hidden = weights if run.eager.overlapped_scatters else 0.0
+                device += self._exposed(max(0.0, self.collective("reduce-scatter", "tp", size) - hidden), rows)
             else:
                 device += self._exposed(self.collective("all-gather", "tp", size), rows)
         return Pass(device + self._accumulated(sum(held for held, _ in run.split_parameters(1))), self._host(True))

@@ -44,6 +44,8 @@ def price_step(run: GpuRun, figures: HostFigures | None = None, machine: Machine
         backward = backward + forward
     elif run.recompute == "selective":
         backward = backward + prices.layer_selective()
+    elif run.recompute == "matmuls":
+        backward = backward + prices.layer_matmuls_saved()
     if run.zero == 3:
         forward, backward = _gathered(prices, forward, backward)
     ends = {(name, late): getattr(prices, name)(late) for name in ("embedding", "head") for late in (False, True)}
@@ -229,7 +231,8 @@ def _stage_bytes(run: GpuRun, stage: GpuStage, place: int) -> float:
     elif run.recompute == "full":
         activations = 2.0 * tokens * decoder.width / spread * flying + layer
     else:
-        activations = _selective_bytes(run) * flying + layer
+        saved = _selective_bytes(run) if run.recompute == "selective" else _matmul_bytes(run)
+        activations = saved * flying + layer
     logits = saved_bytes["logits"] * tokens * decoder.vocabulary / run.tp * stage.head
     return state + activations + logits
 
@@ -262,3 +265,11 @@ def _selective_bytes(run: GpuRun) -> float:
         elements += 2 * tokens / spread * decoder.active_experts * decoder.width if run.ep > 1 else 0
         elements += tokens * decoder.width / spread if run.tp > 1 else 0
     return 2.0 * elements
+
+
+def _matmul_bytes(run: GpuRun) -> float:
+    """Return the bytes of a dense layer's input, and of the results of its matmuls but the last, for one microbatch."""
+    decoder = run.decoder
+    spread = run.tp if run.eager.sequence_parallel else 1
+    split = (decoder.heads + 2 * decoder.kv_heads) * decoder.head_size + (1 + decoder.gated) * decoder.mlp_width
+    return 2.0 * run.micro_tokens * (decoder.width / spread + decoder.width + split / run.tp)

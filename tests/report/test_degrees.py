@@ -12,6 +12,7 @@ from rich.console import Console
 
 import autoshard
 from autoshard.cli import main
+from autoshard.cost import Topology
 from autoshard.degrees import (
     DEGREE_FORMS,
     DegreeChoice,
@@ -21,6 +22,8 @@ from autoshard.degrees import (
     eager_step_s,
     gpu_decoder,
 )
+from autoshard.degrees.gpu_run import GpuRun
+from autoshard.degrees.gpu_step import price_step
 from autoshard.planning import Options, plan_recipes
 from autoshard.planning.forms.eager_memory import eager_excess
 from autoshard.program import Program, open_source
@@ -58,6 +61,13 @@ def test_a_plan_for_fsdp2_has_the_time_of_these_degrees() -> None:
     Console(file=text, width=200).print(terminal_report(plan, eager_s=seconds))
     assert f"{seconds:.3g} s in eager torch" in text.getvalue()
     assert eager_step_s(dataclasses.replace(plan, topology="v5e:2x4")) is None
+    split = dataclasses.replace(plan, mesh={"data": 4, "model": 2})
+    times = [eager_step_s(split)]
+    for form in ("torchtitan", "transformers"):  # their values are whole too, but no DTensors
+        times.append(eager_step_s(dataclasses.replace(split, provenance=plan.provenance | {"for": form})))
+    run = GpuRun(gpu_decoder("hf:llama3-8b"), Topology.parse("h100:8"), "dtensor", 4096, 4, 2, 1, 4, 2, 3, "full")
+    styles = price_step(dataclasses.replace(run, framework="styles")).seconds
+    assert times == [price_step(run).seconds, styles, styles]
     times = []
     for remat in ("none", "full:8+none", "full", "dots,keep=context"):
         recipe = plan.provenance | {"recipe": {"chosen": {"remat": remat}}}
