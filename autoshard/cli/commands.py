@@ -325,7 +325,6 @@ def run_report(arguments: argparse.Namespace, answer: TextIO) -> int:
     Write a page to `--out` and a trace to `--perfetto`; without either, print the report. Return 0. Raises `UserError`
     for flags that do not apply to that file.
     """
-    from autoshard.degrees import eager_step_s
     from autoshard.planning import is_sweep, load_plan
     from autoshard.report import html_report, perfetto_json, plan_figures, read_profile, terminal_report, write_text
     from autoshard.serving import read_serving
@@ -338,7 +337,6 @@ def run_report(arguments: argparse.Namespace, answer: TextIO) -> int:
         if value:
             raise UserError(f"--{flag} is for a sweep; {arguments.plan} was not saved by `autoshard sweep --out`.")
     plan = load_plan(arguments.plan)
-    eager_s = eager_step_s(plan)
     written: dict[str, str] = {}
     if arguments.compiled and arguments.out is None and arguments.perfetto is None:
         raise UserError(
@@ -361,13 +359,12 @@ def run_report(arguments: argparse.Namespace, answer: TextIO) -> int:
     for path, text in written.items():
         write_text(Path(path), text)
     if arguments.json:
-        more = {} if eager_s is None else {"eager_step_time_s": eager_s}
-        print_json(plan_figures(plan) | more | {"written": sorted(written)}, answer)
+        print_json(plan_figures(plan) | {"written": sorted(written)}, answer)
     elif written:
         for path in written:
             print(f"Written: {path}", file=answer)
     else:
-        print_rich(terminal_report(plan, eager_s=eager_s), answer)
+        print_rich(terminal_report(plan), answer)
     return 0
 
 

@@ -66,21 +66,17 @@ def run_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
                     save_plan(plan, path)
         total = time.perf_counter() - began
         wall_s |= {"other": total - sum(wall_s.values()), "total": total}
-    from autoshard.degrees import eager_step_s
     from autoshard.report import candidate_figures, candidates_report, plan_figures, terminal_report
 
-    eager_s = eager_step_s(plan)
     if arguments.json:
         more: dict[str, Any] = {"candidates": candidate_figures(offered)} if offered else {}
-        if eager_s is not None:
-            more["eager_step_time_s"] = eager_s
         if compiled is not None:
             from autoshard.exec import compile_figures
 
             more["compiled"] = compile_figures(compiled)
         print_json(plan_figures(plan, wall_s) | more, answer)
     else:
-        print_rich(terminal_report(plan, wall_s, eager_s), answer)
+        print_rich(terminal_report(plan, wall_s), answer)
         if offered:
             print_rich(candidates_report(offered), answer)
         for number, path in enumerate(written):

@@ -27,9 +27,11 @@ from autoshard.cost import (
 )
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.planning.explain.write_plan import WhenAsked, Writer
+from autoshard.planning.forms.eager_figures import with_eager_figures
 from autoshard.planning.forms.export_forms import Form, Rest, check_names, form_named
 from autoshard.planning.forms.independent_examples import check_planned, shares_examples, with_own_examples
 from autoshard.planning.forms.lost_values import as_held
+from autoshard.planning.forms.spec_search import SpecSearch
 from autoshard.planning.forms.within_form import BestWithin, plan_within
 from autoshard.planning.mesh.mesh_searcher import MeshOutcome, Phases, Searcher
 from autoshard.planning.mesh.portfolio import (
@@ -234,6 +236,9 @@ def make_plan(
         plan = writer.write(first, searched.tried)
     else:
         plan = as_held(writer.write(first, searched.tried), form, found.best.outcome.step_time_s, other)
+        if form.gathers:
+            search = SpecSearch(form, compared.model, reading.groups, compared.required, limits, phases.progress)
+            plan = with_eager_figures(plan, search, completed)
         if not form.shares_batch and first_recipe and shares_examples(plan):
             check_planned(form, program)
     baseline_plans = WhenAsked(

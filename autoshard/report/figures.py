@@ -261,13 +261,36 @@ def prediction_figures(prediction: Prediction) -> dict[str, Any]:
         "fits": prediction.fits,
         "memory": dict(prediction.memory),
         "wire_bytes": dict(prediction.wire_bytes),
+    } | {
+        name: value
+        for name in ("eager_step_time_s", "eager_peak_bytes")
+        if (value := getattr(prediction, name)) is not None
     }
 
 
 def best_baseline(plan: Plan) -> tuple[str, Prediction] | None:
-    """Return (name, prediction) of the fastest baseline that fits; None if none fits."""
-    fitting = [(name, baseline) for name, baseline in plan.baselines.items() if baseline.fits]
-    return min(fitting, key=lambda item: item[1].step_time_s, default=None)
+    """Return (name, prediction) of the fastest baseline that fits; None if none fits.
+
+    If the plan's time in eager torch is known, only baselines with such a time count, and are compared by it.
+    """
+    fitting = [item for item in plan.baselines.items() if item[1].fits and _is_comparable(plan, item[1])]
+    return min(fitting, key=lambda item: item[1].compared_s, default=None)
+
+
+def _is_comparable(plan: Plan, baseline: Prediction) -> bool:
+    """Return True unless only the plan's time in eager torch is known, and not the baseline's."""
+    return plan.prediction.eager_step_time_s is None or baseline.eager_step_time_s is not None
+
+
+def ordered_baselines(plan: Plan) -> list[tuple[str, Prediction]]:
+    """Return names and predictions of the baselines by the seconds that are compared.
+
+    Baselines that do not fit, or that the plan's form cannot hold, are last.
+    """
+    return sorted(
+        plan.baselines.items(),
+        key=lambda item: (not item[1].fits, not _is_comparable(plan, item[1]), item[1].compared_s),
+    )
 
 
 def tensor_bytes(shape: tuple[int, ...], dtype: str) -> int:

@@ -27,7 +27,8 @@ from autoshard.degrees.gpu_step import price_step
 from autoshard.planning import Options, plan_recipes
 from autoshard.planning.forms.eager_memory import eager_excess
 from autoshard.program import Program, open_source
-from autoshard.report import terminal_report
+from autoshard.report import best_baseline, html_report, plan_figures, terminal_report
+from autoshard.report.terminal.explanation_report import why_not
 
 
 def _choices(framework: str) -> tuple[DegreeChoice, ...]:
@@ -55,10 +56,10 @@ def test_a_plan_for_fsdp2_has_the_time_of_these_degrees() -> None:
         for each in _choices("torchtitan")
         if (each.run.dp, each.run.zero, each.run.recompute, each.run.accumulation) == (8, 3, "full", 2)
     )
-    seconds = eager_step_s(plan)
-    assert seconds == same > plan.prediction.step_time_s
+    seconds = plan.prediction.eager_step_time_s
+    assert seconds == eager_step_s(plan) == same > plan.prediction.step_time_s
     text = io.StringIO()
-    Console(file=text, width=200).print(terminal_report(plan, eager_s=seconds))
+    Console(file=text, width=200).print(terminal_report(plan))
     assert f"{seconds:.3g} s in eager torch" in text.getvalue()
     assert eager_step_s(dataclasses.replace(plan, topology="v5e:2x4")) is None
     split = dataclasses.replace(plan, mesh={"data": 4, "model": 2})
@@ -76,6 +77,41 @@ def test_a_plan_for_fsdp2_has_the_time_of_these_degrees() -> None:
     # The size of the batch may be the default, which no option states.
     given["program_options"] = {"train": True}
     assert eager_step_s(autoshard.plan("hf:llama-tiny", form="fsdp2", **given))
+
+
+def test_baselines_of_an_eager_form_are_compared_in_eager_torch() -> None:
+    """Plan tensor parallelism, whose baselines have other degrees, or the same ones with other values split."""
+    options = {"train": True, "batch": 64, "seq": 128}
+    plan = autoshard.plan(
+        "hf:llama-tiny", topology="h100:8", mesh="data=4,model=2", form="fsdp2", program_options=options
+    )
+    rows = {name: row.eager_step_time_s for name, row in plan.baselines.items()}
+    decoder, topology = gpu_decoder("hf:llama-tiny"), Topology.parse("h100:8")
+
+    def seconds(dp: int, zero: int) -> float:
+        """Return the seconds of a step without recomputation and with one microbatch."""
+        return price_step(GpuRun(decoder, topology, "dtensor", 128, dp, 8 // dp, 1, 64 // dp, 1, zero, "none")).seconds
+
+    assert rows["fsdp"] == seconds(8, 3) and rows["data_parallel"] == seconds(8, 0)
+    assert rows["fsdp_tp"] == rows["fsdp_tp_sp"] == seconds(4, 3) and rows["tensor_parallel"] == seconds(4, 0)
+    name, best = min(((n, r) for n, r in plan.baselines.items() if r.fits), key=lambda item: item[1].compared_s)
+    assert best_baseline(plan) == (name, best) and best.compared_s == best.eager_step_time_s
+    ratio = best.compared_s / (plan.prediction.eager_step_time_s or 0)
+    text = io.StringIO()
+    Console(file=text, width=200).print(terminal_report(plan))
+    words = f"{ratio:.2f}x the speed of the" if abs(ratio - 1) > 5e-4 else "as fast as the"
+    assert f"{words} best baseline that fits in eager torch, {name}" in text.getvalue()
+    figures = plan_figures(plan)
+    assert figures["eager_step_time_s"] == plan.prediction.eager_step_time_s
+    assert figures["baselines"][name]["eager_step_time_s"] == best.compared_s
+    page = html_report(plan)
+    assert "Best baseline that fits in eager torch" in page and 'data-key="baselines.fsdp.eager_step_time_s"' in page
+    # A baseline that eager torch has no memory for does not fit, and one that the form cannot hold is not compared.
+    lost = {each: dataclasses.replace(row, eager_step_time_s=None) for each, row in plan.baselines.items()}
+    assert best_baseline(dataclasses.replace(plan, baselines=lost)) is None
+    full = dataclasses.replace(plan.baselines["fsdp"], fits=False)
+    why = why_not(dataclasses.replace(plan, baselines={"fsdp": full}), "fsdp")
+    assert why[0].startswith("It does not fit: eager torch needs")
 
 
 def test_recipes_of_an_eager_form_are_ranked_by_their_time_in_eager_torch() -> None:

@@ -208,8 +208,7 @@ class SpecSearch:
         found = sorted(((each, key) for key, each in self.tried.items() if each is not None), key=lambda e: rank(e[0]))
         made, alone, tried = [], [], []
         for given in (*map(self.expressed, starts), *(dict(key) for _, key in found)):
-            batch = {s.dims[0] for name, s in given.items() if self.roles[name] == Role.BATCH and s and s.dims}
-            axes = tuple(a for a, axis in enumerate(self.model.axis_names) if any(axis in names for names in batch))
+            axes = self.batch_axes(given)
             specs = self.split_over(given, axes)
             if specs not in tried and len(tried) < RUN:
                 tried.append(specs)
@@ -218,6 +217,11 @@ class SpecSearch:
                     made.append(self.gathering(specs, axes))
         of = made if any(each is not None for each in made) else alone
         return min((each for each in of if each is not None), key=rank, default=None)
+
+    def batch_axes(self, given: Mapping[str, Spec | None]) -> tuple[int, ...]:
+        """Return the numbers of the axes that split the first dim of an input under given specs."""
+        batch = {s.dims[0] for name, s in given.items() if self.roles[name] == Role.BATCH and s and s.dims}
+        return tuple(a for a, axis in enumerate(self.model.axis_names) if any(axis in names for names in batch))
 
     def split_over(self, given: Mapping[str, Spec | None], axes: tuple[int, ...]) -> dict[str, Spec | None]:
         """Return specs in which the form splits parameters over some axes, by number."""

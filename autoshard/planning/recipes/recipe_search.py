@@ -12,7 +12,7 @@ from typing import Any
 from autoshard.base.shared_results import sharing_results
 from autoshard.cost import Topology, candidate_meshes
 from autoshard.errors import InfeasibleError, UserError
-from autoshard.planning.forms.eager_memory import eager_seconds, needed_by_eager_torch, refused_by_eager_torch
+from autoshard.planning.forms.eager_memory import needed_by_eager_torch, refused_by_eager_torch
 from autoshard.planning.forms.export_forms import form_named
 from autoshard.planning.forms.held_recipes import holds_remat
 from autoshard.planning.mesh.mesh_attempt import Incumbent, unusable
@@ -322,7 +322,7 @@ class RecipeSearch:
             self.tried.append(RecipeTried(recipe, RecipeOutcome.UNFIT, reason, elements=elements, bound_s=bound))
             self.refused = InfeasibleError(refused_by_eager_torch(str(recipe), options.form, needed, self.limit))
             return False
-        eager_s = eager_seconds(result.plan) if self.is_gathered and self.of_source else None
+        eager_s = prediction.eager_step_time_s if self.of_source else None
         times = prediction.step_time_s, elements, prediction.peak_bytes, bound, prediction.expected_s
         unlimited_s = result.unconstrained_bound_s
         row = RecipeTried(recipe, RecipeOutcome.PLANNED, "", *times, None, forecast, eager_s, unlimited_s)

@@ -59,7 +59,7 @@ class Prediction:
     memory: dict[str, int]
     """Bytes by kind at the peak: parameters, optimizer_state, batch, gradients, activations, temporaries, gathered."""
     fits: bool
-    """True if `peak_bytes` is at most the memory limit."""
+    """True if `peak_bytes` is at most the memory limit. A baseline with `eager_peak_bytes` must fit eager torch too."""
     wire_bytes: dict[str, int]
     """Bytes that one device sends in one step, by mesh axis."""
     collectives: tuple[Collective, ...] = ()
@@ -70,6 +70,15 @@ class Prediction:
     """Seconds beyond `step_time_s` that nearly full memory is expected to add. Plans are ranked by the sum."""
     host_bytes: int = dataclasses.field(default=0, metadata={"absent": 0})
     """Bytes that the program stores in its host's memory for one device; absent from a plan's file if zero."""
+    eager_step_time_s: float | None = dataclasses.field(default=None, metadata={"absent": None})
+    """Seconds of the step in eager torch, for a form that gathers parameters; None if they are not known."""
+    eager_peak_bytes: int | None = dataclasses.field(default=None, metadata={"absent": None})
+    """Bytes of one device that the step needs in eager torch; None if they are not known."""
+
+    @property
+    def compared_s(self) -> float:
+        """The seconds by which reports compare steps: those of eager torch where they are known."""
+        return self.step_time_s if self.eager_step_time_s is None else self.eager_step_time_s
 
     @property
     def expected_s(self) -> float:

@@ -16,6 +16,7 @@ from autoshard.report.figures import (
     fixed_lines,
     learned_line,
     mesh_notes,
+    ordered_baselines,
     recipe_heading,
     recipe_line,
 )
@@ -60,11 +61,10 @@ def html_report(
     - `measured`: output of `autoshard measure --json` for the plan.
     """
     prediction = plan.prediction
-    ordered = sorted(plan.baselines.items(), key=lambda item: (not item[1].fits, item[1].step_time_s))
     named = [("this plan", "prediction", prediction)]
     if compare is not None:
         named.append((f"compared: {compare.program_name} on {mesh_words(compare.mesh)}", "", compare.prediction))
-    named += [(name, f"baselines.{name}", row) for name, row in ordered]
+    named += [(name, f"baselines.{name}", row) for name, row in ordered_baselines(plan)]
     slowest = max(row.step_time_s for _, _, row in named)
     # Bars end at three times the plan's length, so that one very slow baseline does not shrink the others.
     scale = min(slowest, 3 * prediction.step_time_s) if prediction.step_time_s > 0 else slowest

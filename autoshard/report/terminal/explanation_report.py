@@ -23,6 +23,7 @@ from autoshard.planning import (
     spec_text,
 )
 from autoshard.report.display import clean, fold, readable
+from autoshard.report.figures import ordered_baselines
 from autoshard.report.schedule_picture import schedule_report
 from autoshard.report.terminal.compute_limits import compute_limits
 
@@ -138,9 +139,9 @@ def alternatives(plan: Plan) -> list[dict[str, Any]]:
     - `why`: reason against it in words.
     """
     rows = [*_recipes(plan), *_meshes(plan)]
-    for name, row in sorted(plan.baselines.items(), key=lambda item: (not item[1].fits, item[1].step_time_s)):
+    for name, row in ordered_baselines(plan):
         reason = " ".join(why_not(plan, name))
-        rows.append(_row("baselines", name, row.step_time_s, None, row.peak_bytes, row.fits, reason))
+        rows.append(_row("baselines", name, row.compared_s, None, row.peak_bytes, row.fits, reason))
     return [row for row in rows if row["step_s"] is not None or row["bound_s"] is not None]
 
 
@@ -319,23 +320,29 @@ def why_not(plan: Plan, name: str) -> tuple[str, ...]:
     """Return sentences with the reasons for which the plan was preferred to its baseline `name`.
 
     They state if it does not fit and by how many bytes, and the larger source of its extra time. A baseline at most 0.5
-    % slower counts as equally fast.
+    % slower counts as equally fast. Times in eager torch have no parts, and a baseline without one is not compared.
     """
     own, other = plan.prediction, plan.baselines[name]
     sentences = []
-    if not other.fits:
+    if not other.fits and other.peak_bytes <= plan.memory_limit_bytes:
+        sentences.append(f"It does not fit: eager torch needs {format_bytes(other.eager_peak_bytes or 0)} a device.")
+    elif not other.fits:
         over = other.peak_bytes - plan.memory_limit_bytes
         kind, size = max(other.memory.items(), key=lambda item: item[1], default=("", 0))
         most = f", of which {kind.replace('_', ' ')} take {format_bytes(size)}" if kind else ""
         sentences.append(
             f"It does not fit: it needs {format_bytes(other.peak_bytes)} a device{most}, {format_bytes(over)} too much."
         )
-    slower = other.step_time_s - own.step_time_s
+    if own.eager_step_time_s is not None and other.eager_step_time_s is None:
+        return (*sentences, f"The {plan.origin.form} form cannot hold it with this recipe.")
+    slower = other.compared_s - own.compared_s
     # Differences below half a percent are far below the error of a prediction.
-    if slower <= 0.005 * own.step_time_s:
+    if slower <= 0.005 * own.compared_s:
         faster = f"it would be {format_seconds(-slower)} faster" if slower < 0 else "it is about as fast as the plan"
         sentences.append(f"By time alone {faster}.")
         return tuple(sentences)
+    if own.eager_step_time_s is not None:
+        return (*sentences, f"It is {slower / own.compared_s:.1%} slower in eager torch.")
     parts = {
         "compute": other.compute_s - own.compute_s,
         "exposed communication": other.exposed_comm_s - own.exposed_comm_s,

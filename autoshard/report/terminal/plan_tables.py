@@ -42,22 +42,26 @@ def shown_name(text: str, width: int | None = None, style: str = "") -> Text:
 def baseline_table(plan: Plan) -> RenderableType | None:
     """Return the table of this plan and, below, the baselines: those that fit first, each part by step time.
 
-    `vs plan` is a baseline's step time over the plan's, blank if the latter is 0. A last line names the baselines that
-    are faster, and that the plan's form cannot hold. None without baselines.
+    `vs plan` is a baseline's step time over the plan's, blank if the latter is 0. Both are of eager torch if the plan's
+    is known; the other figures are of compiled ops. A last line names the baselines that are faster, and that the
+    plan's form cannot hold. None without baselines.
     """
     if not plan.baselines:
         return None
-    table = plain_table("", "step", "vs plan", "MFU", "compute", "exposed", "peak", "fits")
-    ordered = sorted(plan.baselines.items(), key=lambda item: (not item[1].fits, item[1].step_time_s))
-    for name, row in [("this plan", plan.prediction), *ordered]:
+    eager = plan.prediction.eager_step_time_s is not None
+    steps = ("eager", "vs plan", "compiled") if eager else ("step", "vs plan")
+    table = plain_table("", *steps, "MFU", *(() if eager else ("compute",)), "exposed", "peak", "fits")
+    for name, row in [("this plan", plan.prediction), *figures.ordered_baselines(plan)]:
         own = row is plan.prediction
-        ratio = row.step_time_s / plan.prediction.step_time_s if plan.prediction.step_time_s > 0 else math.nan
+        comparable = not eager or row.eager_step_time_s is not None
+        ratio = row.compared_s / plan.prediction.compared_s if plan.prediction.compared_s > 0 else math.nan
         table.add_row(
             shown_name(name, style="bold" if own else ""),
-            format_seconds(row.step_time_s),
-            "" if own or math.isnan(ratio) else f"{ratio:.2f}x",
+            format_seconds(row.compared_s) if comparable else "-",
+            "" if own or math.isnan(ratio) or not comparable else f"{ratio:.2f}x",
+            *((format_seconds(row.step_time_s),) if eager else ()),
             "-" if row.mfu is None else f"{row.mfu:.1%}",
-            format_seconds(row.compute_s),
+            *(() if eager else (format_seconds(row.compute_s),)),
             format_seconds(row.exposed_comm_s),
             format_bytes(row.peak_bytes),
             Text("yes", style="green") if row.fits else Text("no", style="red"),

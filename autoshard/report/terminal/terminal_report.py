@@ -41,17 +41,14 @@ BAR = 46
 PARAMETERS = 8
 
 
-def terminal_report(
-    plan: Plan, wall_s: Mapping[str, float] | None = None, eager_s: float | None = None
-) -> RenderableType:
+def terminal_report(plan: Plan, wall_s: Mapping[str, float] | None = None) -> RenderableType:
     """Return the plan as a rich renderable for 80 columns or more: the verdict first, then details by weight.
 
     - `wall_s`: seconds of each planning phase, to be shown at the end; None or an empty mapping omits that line.
-    - `eager_s`: seconds of a step in eager torch; None if they are not known.
 
     The memory of a compiled plan is the verdict. Sections without content are omitted.
     """
-    return _Report(plan, wall_s, eager_s)
+    return _Report(plan, wall_s)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,13 +57,12 @@ class _Report:
 
     plan: Plan
     wall_s: Mapping[str, float] | None
-    eager_s: float | None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the sections of the report in order; `options` has the terminal's width."""
         plan = self.plan
         predicted = ", as predicted" if plan.compiled is not None else ""
-        yield _verdict(plan, self.eager_s)
+        yield _verdict(plan)
         yield from _section("Plan", Text("\n").join(Text(f"  {clean(line)}") for line in plan.words))
         yield from _section("Fixed beforehand", _bullets(figures.fixed_lines(plan)))
         yield from _section("Priced for compiler flags", _bullets(_flag_lines(plan)))
@@ -99,7 +95,7 @@ def _flag_lines(plan: Plan) -> list[str]:
     return prices or ([f"{', '.join(plan.flags)}: no price changes."] if plan.flags else [])
 
 
-def _verdict(plan: Plan, eager_s: float | None) -> RenderableType:
+def _verdict(plan: Plan) -> RenderableType:
     """Return the head of the report: program, mesh, fit, step time, best baseline, recipe, and learned prices.
 
     Tokens per second and MFU appear if the plan has them, the memory's percentage if the limit is not 0. The fit is
@@ -129,14 +125,14 @@ def _verdict(plan: Plan, eager_s: float | None) -> RenderableType:
         words = f", where {format_bytes(prediction.peak_bytes)} was predicted, off by a factor {factor:.1f}"
         verdict.append(words, style="not bold default")
     recipe = Text("RECIPE", style="bold").append(f": {clean(figures.recipe_line(plan))}", style="not bold")
-    step = Text("STEP", style="bold").append(f": {_step_words(plan, eager_s)}", style="not bold")
+    step = Text("STEP", style="bold").append(f": {_step_words(plan)}", style="not bold")
     learned = figures.learned_line(plan)
     prices = [Text("PRICES", style="bold").append(f": {learned}", style="not bold")] if learned else []
     last = [] if compiled is None else [_compiled(plan, compiled)]
     return Group(title, Text(), verdict, step, recipe, *prices, *last)
 
 
-def _step_words(plan: Plan, eager_s: float | None) -> str:
+def _step_words(plan: Plan) -> str:
     """Return the words of the headline on the step: its time, tokens a second, MFU and the best baseline.
 
     A compiled time that the prediction misses beyond the estimate's error stands first. Its tokens a second are of that
@@ -144,7 +140,7 @@ def _step_words(plan: Plan, eager_s: float | None) -> str:
     tokens a second and MFU are of it.
     """
     prediction, compiled = plan.prediction, plan.compiled
-    predicted_s, step_s = prediction.step_time_s, prediction.step_time_s
+    predicted_s, step_s, eager_s = prediction.step_time_s, prediction.step_time_s, prediction.eager_step_time_s
     words = f"{format_seconds(predicted_s)} ({plan.time_error_words})"
     form = FORMS.get(plan.origin.form or "")
     if form is not None and form.gathers and plan.origin.tokens and not eager_s:
@@ -203,22 +199,25 @@ def _against_best(plan: Plan) -> str:
 
     The ratio is the baseline's step time over the plan's, above 1 if the plan is faster. Both count as equal within
     0.05 %, and within the error of ratios of measured runs. Without a fitting baseline, or with a step time of 0, words
-    replace the ratio.
+    replace the ratio. Both times are of eager torch if the plan's is known.
     """
-    best = figures.best_baseline(plan)
+    best, eager = figures.best_baseline(plan), plan.prediction.eager_step_time_s is not None
     if best is None:
-        return "no baseline fits" if plan.baselines else "no baseline to compare with"
+        held = f" that the {plan.origin.form} form can hold" if eager else ""
+        return f"no baseline{held} fits" if plan.baselines else "no baseline to compare with"
     name, baseline = best
     if plan.prediction.step_time_s <= 0:
         return f"the best baseline that fits is {name}"
-    ratio = baseline.step_time_s / plan.prediction.step_time_s
+    ratio = baseline.compared_s / plan.prediction.compared_s
+    run = " in eager torch" if eager else ""
     if abs(ratio - 1) < 5e-4:
-        return f"as fast as the best baseline that fits, {name}"
-    if plan.time_error is not None and 1.0 - min(ratio, 1.0 / ratio) <= plan.time_error.ratio:
+        return f"as fast as the best baseline that fits{run}, {name}"
+    if not eager and plan.time_error is not None and 1.0 - min(ratio, 1.0 / ratio) <= plan.time_error.ratio:
         error = f"{plan.time_error.ratio:.0%}"
         return f"as fast as the best baseline that fits, {name} ({ratio:.2f}x, where ratios may be {error} wrong)"
-    lost = f", with splits that the {plan.origin.form} form cannot state" if name in plan.origin.not_held else ""
-    return f"{ratio:.2f}x the speed of the best baseline that fits, {name}{lost}"
+    not_held = not eager and name in plan.origin.not_held
+    lost = f", with splits that the {plan.origin.form} form cannot state" if not_held else ""
+    return f"{ratio:.2f}x the speed of the best baseline that fits{run}, {name}{lost}"
 
 
 def _section(title: str, body: RenderableType | None) -> list[RenderableType]:
