@@ -101,6 +101,8 @@ class RecipeTried:
     """Forecast from before planning, for a remat policy that the planner composed value by value."""
     eager_s: float | None = None
     """Step time in seconds in eager torch, for forms that run so; None if it is not known."""
+    eager_bytes: int | None = None
+    """Bytes of one device that the step needs in eager torch; None if they are not known."""
     unlimited_s: float = 0.0
     """Lower bound in seconds of a step with unlimited memory on every searched mesh; 0 if none is known."""
     skipped_meshes: int = 0

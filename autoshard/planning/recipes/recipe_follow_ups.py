@@ -13,7 +13,6 @@ from autoshard.base.units import format_seconds
 from autoshard.cost import Mesh, Topology, make_mesh
 from autoshard.planning.plan_builder import Running
 from autoshard.planning.price.analysed_program import Task, analyse_program, reprice
-from autoshard.planning.price.on_chip_memory import on_chip_room
 from autoshard.planning.price.remat_forecast import RematForecast, forecast_remat
 from autoshard.planning.recipes.recipe import (
     SLOWER,
@@ -31,9 +30,6 @@ from autoshard.planning.space.derived_axes import find_axis_parts
 from autoshard.planning.space.plan_options import FULL, OFFLOADED, REMATS
 from autoshard.program import Choices, Program, Role
 
-
-FINENESS = 16
-"""Resolution of a mixture: its number of layers is searched to within one part in this many of all layers."""
 
 LESS_ROOM = 0.93
 """Share of the memory that the next policy may use after a forecast that turned out not to fit."""
@@ -81,6 +77,8 @@ class Search(Protocol):
     """Plans of `full` from which a policy was composed."""
     computed_s: dict[Recipe, float]
     """Least seconds of the arithmetic of each recipe that was bounded."""
+    mesh_of: dict[Recipe, Mapping[str, int]]
+    """Mesh of the plan of each planned recipe."""
     layers: int | None
     """Number of layers of the program; None if unknown."""
     savable: tuple[str, ...]
@@ -127,50 +125,6 @@ def why_more(plain: Made, choices: Choices) -> str:
     if len(choices.get("remat", ())) > 1 and plain.spared_s > NEARLY_FULL * prediction.step_time_s:
         return f"Recomputation may spare {format_seconds(plain.spared_s)} of {format_seconds(prediction.step_time_s)}"
     return ""
-
-
-def mix_remats(search: Search, remats: Sequence[str]) -> None:
-    """Plan mixtures of the best recipe's remat policy with each policy that computes less and does not fit, on the best
-    mesh.
-
-    A binary search finds the fewest layers with the slower policy whose plan is a new best, to within `FINENESS`.
-    Fewer recomputing layers are faster until short memory forces other splits of the tensors. If a mixture is slower
-    although its memory is not nearly full, recomputing is not what costs time, and no other mixture is planned. Nor is
-    one whose other layers spare too little arithmetic (`WORTH_PLANNING`), or whose part of their memory does not fit.
-    Nothing is done if the number of layers is unknown, or for a best policy that is not in `remats`.
-
-    - `search`: must have a best recipe, and exactly one row for each faster policy in its place, else `ValueError`.
-    - `remats`: policies, those that compute less first.
-    """
-    assert search.best is not None
-    row, result = search.best
-    slow = row.recipe.arguments.get("remat")
-    if slow not in remats or search.layers is None:
-        return
-    mesh, layers = dict(result.plan.mesh), search.layers
-    room = search.limit + on_chip_room(search.topology, search.limit)
-    for fast in remats[: remats.index(slow)]:
-        (fast_row,) = (each for each in search.tried if each.recipe == row.recipe.but(remat=fast))
-        if fast_row.outcome is not RecipeOutcome.UNFIT:
-            continue
-        more_s = search.computed_s[row.recipe] - search.computed_s.get(fast_row.recipe, 0.0)
-        too_few, enough = 0, layers
-        while enough - too_few > max(1, layers // FINENESS):
-            slow_layers = (too_few + enough) // 2
-            saved_s = more_s * (layers - slow_layers) / layers
-            if saved_s < WORTH_PLANNING * (search.best[0].step_time_s or 0.0):
-                break
-            if (fast_row.held_bytes or 0) * (layers - slow_layers) > room * layers:  # the other layers' part alone
-                too_few = slow_layers
-                continue
-            mixed = row.recipe.but(remat=f"{slow}:{slow_layers}+{fast}")
-            if search.plan(mixed, mesh=mesh, refine_axes=False):
-                enough = slow_layers
-                continue
-            mixture = search.tried[-1]
-            if mixture.step_time_s is not None and mixture.expected_s == mixture.step_time_s:
-                break
-            too_few = slow_layers
 
 
 def is_composed(search: Search, remats: Sequence[str]) -> bool:

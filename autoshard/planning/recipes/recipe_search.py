@@ -40,11 +40,11 @@ from autoshard.planning.recipes.recipe_follow_ups import (
     add_gradient_groups,
     compose_remat,
     is_composed,
-    mix_remats,
     why_more,
 )
 from autoshard.planning.recipes.recipe_order import LEAST_GAIN, in_order
 from autoshard.planning.recipes.recipe_report import SearchedMeshes, report_recipes
+from autoshard.planning.recipes.remat_mixtures import mix_remats
 from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.solve.infeasible import state_bytes
 from autoshard.planning.solve.problem_builder import Floors, floors
@@ -172,6 +172,7 @@ class RecipeSearch:
         self.tried: list[RecipeTried] = []
         self.wall: dict[str, float] = {}
         self.meshes = SearchedMeshes()
+        self.mesh_of: dict[Recipe, Mapping[str, int]] = {}
         self.splits: dict[Recipe, bool] = {}
         """True for each planned recipe that splits the sequence of an attention."""
         self.full: dict[Recipe, tuple[Program, Plan]] = {}
@@ -315,17 +316,19 @@ class RecipeSearch:
         self.wall = {k: self.wall.get(k, 0.0) + result.wall_s.get(k, 0.0) for k in {**self.wall, **result.wall_s}}
         self.splits[recipe] = splits_sequence(result.plan.axis_roles)
         self.meshes.add(recipe, result.plan)
+        self.mesh_of[recipe] = result.plan.mesh
         prediction = result.plan.prediction
+        eager = (prediction.eager_step_time_s, prediction.eager_peak_bytes) if self.of_source else (None, None)
         needed = needed_by_eager_torch(result.plan, self.limit) if self.is_gathered and self.of_source else ""
         if needed:
             reason = f"does not fit: eager torch needs {needed}"
-            self.tried.append(RecipeTried(recipe, RecipeOutcome.UNFIT, reason, elements=elements, bound_s=bound))
+            row = RecipeTried(recipe, RecipeOutcome.UNFIT, reason, elements=elements, bound_s=bound)
+            self.tried.append(dataclasses.replace(row, eager_s=eager[0], eager_bytes=eager[1]))
             self.refused = InfeasibleError(refused_by_eager_torch(str(recipe), options.form, needed, self.limit))
             return False
-        eager_s = prediction.eager_step_time_s if self.of_source else None
         times = prediction.step_time_s, elements, prediction.peak_bytes, bound, prediction.expected_s
         unlimited_s = result.unconstrained_bound_s
-        row = RecipeTried(recipe, RecipeOutcome.PLANNED, "", *times, None, forecast, eager_s, unlimited_s)
+        row = RecipeTried(recipe, RecipeOutcome.PLANNED, "", *times, None, forecast, *eager, unlimited_s)
         row = with_skipped_meshes(row, *skipped_meshes)
         self.tried.append(row)
         if self.of_source:
