@@ -2,13 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from autoshard.cost import Mesh, candidate_meshes
+from autoshard.cost import Mesh, Topology, candidate_meshes, make_mesh
 from autoshard.errors import InfeasibleError, UserError
-from autoshard.planning.forms.eager_memory import eager_excess
+from autoshard.planning.forms.eager_memory import eager_excess, eager_seconds, needed_by_eager_torch
 from autoshard.planning.forms.export_forms import Form
-from autoshard.planning.forms.spec_search import NEAR
+from autoshard.planning.forms.spec_search import NEAR, SpecSearch
 from autoshard.planning.forms.within_form import BestWithin, plan_within
 from autoshard.planning.mesh.baseline_mesh import with_baselines
 from autoshard.planning.mesh.mesh_attempt import Incumbent, MeshAttempt, MeshAttempts, MeshBest
@@ -252,13 +252,89 @@ def better_within(
         verdict = f"within the form {excess:.1%} slower{by}" if excess < math.inf else "too large for eager torch"
     except InfeasibleError:
         verdict = "the form can hold no plan on it"
-    outcome, own = first.outcome, mesh_text(first.outcome.model.mesh)
-    rows = []
-    for row in first.rows(searched.tried):
-        said = verdict if row.verdict == "chosen" else "chosen" if row.mesh == own else row.verdict
-        # The search compared the rest with the mesh that the form slows down.
-        said = "not tried within the form" if "slower" in row.verdict and row.mesh != own else said
-        rows.append(dataclasses.replace(row, verdict=said))
-    rows.sort(key=lambda each: each.mesh != own)
-    results = dataclasses.replace(searched, best=outcome, compared=outcome, outcomes=(outcome,), tried=tuple(rows))
+    results = planned_instead(dataclasses.replace(searched, tried=first.rows(searched.tried)), first.outcome, verdict)
     return results, first.within
+
+
+def planned_instead(searched: MeshResults, outcome: MeshOutcome, verdict: str) -> MeshResults:
+    """Return results in which a mesh is chosen in place of another one.
+
+    - `outcome`: result of the search on the mesh, which has plans.
+    - `verdict`: reason for which the mesh that was chosen is not.
+    """
+    assert isinstance(outcome.found, SearchResult)
+    mesh, own = outcome.model.mesh, mesh_text(outcome.model.mesh)
+    rows, found = list(searched.tried), outcome.found
+    if rows and own not in [row.mesh for row in rows]:
+        rows.append(MeshTried(own, mesh.describe(), found.best.outcome.step_time_s, found.bound_s, "chosen"))
+    for number, row in enumerate(rows):
+        said = verdict if row.verdict == "chosen" else row.verdict
+        # The search compared the rest with the mesh that the form slows down.
+        said = "not tried within the form" if "slower" in row.verdict else said
+        rows[number] = dataclasses.replace(row, verdict="chosen" if row.mesh == own else said)
+    rows.sort(key=lambda each: each.mesh != own)
+    return dataclasses.replace(searched, best=outcome, compared=outcome, outcomes=(outcome,), tried=tuple(rows))
+
+
+def faster_in_eager_torch(
+    form: Form,
+    search_on: Searcher,
+    limits: Limits,
+    chosen: tuple[MeshResults, BestWithin],
+    written: Callable[[MeshOutcome, BestWithin], Plan],
+    rival_s: float,
+) -> tuple[MeshResults, BestWithin]:
+    """Return results on a mesh of two axes whose second one is tensor parallelism if they are faster in eager torch.
+
+    The closed form of eager steps ranks these meshes before they are planned. The best one is planned if it beats the
+    rival and the chosen plan by `LEAST_GAIN`. A chosen plan that exceeds the memory of eager torch does not count.
+    Otherwise, and for programs without times in eager torch, the result is `chosen`.
+
+    - `chosen`: results of the search, with the form's plan on their best mesh.
+    - `written`: writes the form's plan on a mesh.
+    - `rival_s`: seconds of the best plan of other recipes; infinite without one.
+    """
+    searched, within = chosen
+    plan = written(searched.best, within)
+    own_s = eager_seconds(plan)
+    if own_s is None or not form.tensor:
+        return chosen
+    fits = not needed_by_eager_torch(plan, plan.memory_limit_bytes)
+    beaten_by_s = (1 - LEAST_GAIN) * min(rival_s, own_s if fits else math.inf)
+    seconds_s, sizes = min(_priced(plan, search_on.topology), key=lambda each: each[0], default=(math.inf, {}))
+    if seconds_s >= beaten_by_s:
+        return chosen
+    try:
+        mesh = make_mesh(search_on.topology, sizes)
+        outcome = search_on.mesh(mesh, limits.seconds)
+        if not isinstance(outcome.found, SearchResult):
+            return chosen
+        search_on.phases.start("form", f"planning within what the {form.name} form can hold on {mesh_text(mesh)}")
+        groups, progress = search_on.task.reading.groups, search_on.phases.progress
+        search = SpecSearch(form, outcome.model, groups, outcome.required, limits, progress)
+        candidate = search.gathered(outcome.found, (0,))
+    except UserError:  # the constraints suit another mesh
+        return chosen
+    if candidate is None:
+        return chosen
+    other = BestWithin(candidate, {"for": form.name})
+    excess = eager_excess(plan, written(outcome, other))
+    if excess is None or excess <= LEAST_GAIN:
+        return chosen
+    slower = f"within the form {excess:.1%} slower in eager torch"
+    return planned_instead(searched, outcome, slower if excess < math.inf else "too large for eager torch"), other
+
+
+def _priced(plan: Plan, topology: Topology) -> Iterator[tuple[float, dict[str, int]]]:
+    """Yield the seconds in eager torch of other meshes with tensor parallelism inside of an island, and their sizes.
+
+    - `plan`: a plan of the step, whose recipe they have.
+    """
+    devices, parts = topology.num_devices, 2
+    while parts <= min(topology.shape[0], devices // 2):
+        sizes = {"data": devices // parts, "model": parts}
+        if devices % parts == 0 and (dict(plan.mesh), plan.batch_axes) != (sizes, ("data",)):
+            seconds = eager_seconds(dataclasses.replace(plan, mesh=sizes, axis_roles={"data": ("batch",)}))
+            if seconds is not None:
+                yield seconds, sizes
+        parts *= 2

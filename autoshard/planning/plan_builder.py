@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -42,7 +43,13 @@ from autoshard.planning.mesh.portfolio import (
     pick,
     visited_choices,
 )
-from autoshard.planning.mesh_choice import EarlierRecipes, better_within, on_one_axis, search_meshes
+from autoshard.planning.mesh_choice import (
+    EarlierRecipes,
+    better_within,
+    faster_in_eager_torch,
+    on_one_axis,
+    search_meshes,
+)
 from autoshard.planning.price.analysed_program import Task, analyse_program, share
 from autoshard.planning.price.prediction import flag_gains, predict
 from autoshard.planning.price.remat_forecast import spared_seconds
@@ -205,6 +212,9 @@ def make_plan(
             return writer.write(contender(on.model, on.found, choice.best, "plan", ""))
 
         searched, within = better_within(first, searched, within_form, written)
+        if form.gathers and given is None and parsed.num_devices > 1 and not task.stages:
+            rival_s = math.inf if before is None or before.rival is None else before.rival.step_s
+            searched, within = faster_in_eager_torch(form, search_on, limits, (searched, within), written, rival_s)
     best, found = searched.best, searched.best.found
     if isinstance(found, Infeasible):
         explain = functools.partial(explain_infeasible, best.model, found, limits, best.required)

@@ -178,13 +178,15 @@ class SpecSearch:
         stages = ((), (Role.OPTIMIZER_STATE,), (Role.OPTIMIZER_STATE, *WEIGHTS))
         return [{name: spec_of(name, [str(role) for role in spread]) for name in self.tensors} for spread in stages]
 
-    def gathered(self, found: SearchResult) -> Candidate | None:
-        """Return the best candidate that fits and splits the batch over every axis, and parameters too; None without
-        one.
+    def gathered(self, found: SearchResult, axes: tuple[int, ...] | None = None) -> Candidate | None:
+        """Return the best candidate that fits and splits the batch over some axes, and parameters over every axis; None
+        without one.
 
         Parameters are split along dims that a choice in `found` splits. A hybrid form also copies them over one axis.
+
+        - `axes`: numbers of the axes that split the batch; None for every axis.
         """
-        axes = wide_axes(self.model, range(len(self.model.axis_sizes)))
+        axes = wide_axes(self.model, range(len(self.model.axis_sizes)) if axes is None else axes)
         made, tried = [], []
         starts = [self.expressed(self.specs(start.choices)) for start in (found.best, *found.baselines.values())]
         if self.form.hybrid:

@@ -222,6 +222,29 @@ def test_the_mesh_of_an_eager_form_is_chosen_by_its_time_in_eager_torch(
     assert not verdict or verdict in [each.verdict for each in plan.meshes if each.mesh == "data=4,model=2"]
 
 
+@pytest.mark.parametrize(
+    ("seconds", "mesh", "verdict"),
+    [
+        (0.8, {"data": 4, "model": 2}, "within the form 25.0% slower in eager torch"),
+        (0.997, {"data": 8}, ""),
+    ],
+)
+def test_a_mesh_with_tensor_parallelism_is_planned_if_it_is_faster_in_eager_torch(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, mesh: dict[str, int], verdict: str
+) -> None:
+    """Plan a step whose mesh of one axis is fastest with compiled ops, and one of two axes in eager torch."""
+
+    def price(plan: Plan) -> float:
+        return seconds if plan.mesh.get("model") == 2 and plan.batch_axes == ("data",) else 1.0
+
+    monkeypatch.setattr("autoshard.planning.forms.eager_memory.provider", lambda request: price)
+    plan = autoshard.plan(trained(4096), topology="h100:8", form="fsdp2")
+    assert plan.mesh == mesh and plan.batch_axes == ("data",)
+    assert plan.prediction.eager_step_time_s == (seconds if verdict else 1.0)
+    assert [each.verdict for each in plan.meshes].count("chosen") == 1 and plan.meshes[0].verdict == "chosen"
+    assert not verdict or verdict in [each.verdict for each in plan.meshes if each.mesh == "data=8"]
+
+
 @pytest.mark.few(3)
 @pytest.mark.parametrize("form", ["torchtitan", "fsdp2", "transformers"])
 @pytest.mark.parametrize("batch", [64, 4096])
