@@ -51,6 +51,8 @@ class EagerFramework:
     """Number of collectives of the backward pass, counted alike."""
     dtensor_ops: float
     """Share of a layer's ops that take DTensors if `tp` is above 1."""
+    gathered_logit_bytes: int
+    """Bytes of a logit when logits are gathered over `tp` for a loss on all of them; 0 for a loss on split logits."""
     kept_bytes: Mapping[str, float]
     """Bytes that a layer saves for its backward pass, for each element of a kind of tensor.
 

@@ -353,10 +353,11 @@ class GpuPrices:
     def head(self, backward: bool) -> Pass:
         """Price the head and the loss of one microbatch, forward or backward, with the collectives over `tp`."""
         run, decoder = self.run, self.run.decoder
-        columns = decoder.vocabulary / run.tp
+        columns, gathered = decoder.vocabulary / run.tp, run.eager.gathered_logit_bytes
         # Rough counts: 8 kernels besides matmuls, and 20 launches. A split loss sums maximum, exponentials and targets.
         each = run.eager.backward_bytes if backward else run.eager.forward_bytes
-        device = self.streamed(each["logits"] * self.tokens * columns * self.figures.eager_traffic, 8)
+        logits = self.tokens * (decoder.vocabulary if gathered else columns)
+        device = self.streamed(each["logits"] * logits * self.figures.eager_traffic, 8)
         size = 2.0 * self.tokens * decoder.width
         if backward:
             device += self.matmul(self.tokens, decoder.width, columns, wide=True)
@@ -366,7 +367,10 @@ class GpuPrices:
             device += self.matmul(self.tokens, columns, decoder.width, wide=True)
         if run.tp > 1:
             device += self.collective("all-gather", "tp", size)
-            device += 3 * self.collective("all-reduce", "tp", 4.0 * self.tokens)
+            if not gathered:
+                device += 3 * self.collective("all-reduce", "tp", 4.0 * self.tokens)
+            elif not backward:
+                device += self.collective("all-gather", "tp", gathered * logits)
         return Pass(device, 20 * self.figures.host_op_s)
 
     def embedding(self, backward: bool) -> Pass:

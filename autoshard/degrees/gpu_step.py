@@ -233,7 +233,8 @@ def _stage_bytes(run: GpuRun, stage: GpuStage, place: int) -> float:
     else:
         saved = _selective_bytes(run) if run.recompute == "selective" else _matmul_bytes(run)
         activations = saved * flying + layer
-    logits = saved_bytes["logits"] * tokens * decoder.vocabulary / run.tp * stage.head
+    columns = decoder.vocabulary / (1 if eager.gathered_logit_bytes else run.tp)
+    logits = saved_bytes["logits"] * tokens * columns * stage.head
     return state + activations + logits
 
 

@@ -104,6 +104,20 @@ def test_a_plan_that_eager_torch_does_not_hold_is_refused(tmp_path: Path) -> Non
     assert "more than the" in make_export(tight, "fsdp2", program, force=True).sentence
 
 
+def test_the_loss_of_a_split_head_takes_all_logits(tmp_path: Path) -> None:
+    """Compare steps that differ in the axes of the batch alone: one of two parts has twice the logits of one of four.
+
+    Each logit takes three arrays in float32 and one in bfloat16.
+    """
+    plan, _ = _planned(tmp_path, LLAMA, 256, 256, "full")
+    split = dataclasses.replace(plan, mesh={"data": 2, "model": 2}, axis_roles={"data": ("batch",)})
+    arguments = {**plan.arguments, "lm_head.weight": autoshard.planning.Spec((("model",), ("data",)))}
+    needed = [eager_peak(each, plan.prediction) for each in (plan, dataclasses.replace(split, arguments=arguments))]
+    assert needed[0] is not None and needed[1] is not None
+    head = SIZES["vocab_size"] * SIZES["hidden_size"] * 2 // 2  # half of the head is gathered
+    assert needed[1] - needed[0] == 256 * 256 * SIZES["vocab_size"] * 14 // 4 - head
+
+
 @pytest.mark.full
 def test_a_recipe_is_chosen_that_eager_torch_holds(tmp_path: Path) -> None:
     """Give less memory than eager torch needs for the plain recipe, and more than the step that XLA compiles."""

@@ -108,6 +108,12 @@ def test_code_of_forms_keeps_values_whole_between_split_matmuls():
     more = float(own.compute.memory_seconds(size)) - float(own.compute.memory_seconds(0))
     assert styles._elementwise(False) - own._elementwise(False) == pytest.approx(more)
     assert dtensor.layer_forward().host - styles.layer_forward().host == pytest.approx(46 * 7e-5)
+    # Logits are gathered for the loss, in float32 or in 16 bits, and its kernels take all of them on both GPUs.
+    gathered = [4096 * SMALL.vocabulary * size for size in (4, 2)]
+    sent = [float(own.wires.time("all-gather", ("tp",), size)) for size in gathered]
+    heads = [prices.head(False).device for prices in (dtensor, styles, own)]
+    assert heads[0] - heads[1] == pytest.approx(sent[0] - sent[1]) and heads[1] > heads[2] + sent[1]
+    assert GpuPrices(run(8, framework="dtensor")).head(False) == GpuPrices(run(8)).head(False)
     assert GpuPrices(run(8, framework="dtensor")).layer_forward() == GpuPrices(run(8)).layer_forward()
 
 

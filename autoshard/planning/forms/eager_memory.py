@@ -41,7 +41,8 @@ def eager_peak(plan: Plan, prediction: Prediction) -> int | None:
     - Embedding, head and final norm are FSDP's root unit. It stays gathered until the backward pass ends, and from the
       loss on the head's gradient is whole too. XLA gathers each of them for its matmul alone.
     - A block is gathered while the one before it computes.
-    - The loss keeps logits in float32 (`_LOSS_BYTES`), most of which XLA fuses.
+    - The loss keeps logits in float32 (`_LOSS_BYTES`), most of which XLA fuses. Logits of a split head are gathered,
+      since DTensor and styles compute the loss of all of them on every device.
     - When the backward pass ends, the root unit has gradients and their copy for the sum. All others are in parts.
     - Before, a table that is the head too has its gradient as head, that as table, and their sum.
     - AdamW over lists of tensors makes one more array of all parameters, as large as the gradients.
@@ -56,7 +57,7 @@ def eager_peak(plan: Plan, prediction: Prediction) -> int | None:
     options = chosen_options(plan)
     itemsize = dtype_bits(str(options.get("dtype") or "bfloat16")) // 8
     root, trained = 0, 0
-    tables: list[tuple[float, int]] = []
+    tables: list[tuple[int, int]] = []
     blocks: dict[str, int] = collections.Counter()
     for name, role in plan.roles.items():
         if role not in ("parameter", "frozen"):
@@ -69,9 +70,9 @@ def eager_peak(plan: Plan, prediction: Prediction) -> int | None:
             blocks[block[0]] += size // (shape[0] if is_stacked(name) else 1)
         else:
             root, trained = root + size, trained + size * (role == "parameter")
-            tables += [(shape[0] / kept_apart[0], size)] if len(shape) == 2 else []
+            tables += [(shape[0], size)] if len(shape) == 2 else []
     block_bytes = max(blocks.values(), default=0)
-    vocabulary, table = max(tables, default=(0.0, 0))
+    vocabulary, table = max(tables, default=(0, 0))
     tied = [rows for rows, _ in tables].count(vocabulary) == 1
     kinds = prediction.memory
     stored = kinds.get("parameters", 0)

@@ -12,7 +12,7 @@ import optax
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autoshard
@@ -277,7 +277,7 @@ class Recurrent(torch.nn.Module):
         return self.head(self.gru(self.embed(ids))[0])
 
 
-def test_torch_has_no_split_of_a_recurrence_on_dtensors() -> None:
+def test_torch_has_no_split_of_a_recurrence_or_a_softmax_on_dtensors() -> None:
     """Judge by torch itself, without communication: the parts of two processes, one of which exists."""
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
@@ -287,6 +287,9 @@ def test_torch_has_no_split_of_a_recurrence_on_dtensors() -> None:
         assert isinstance(torch.relu(rows), DTensor)
         with pytest.raises((RuntimeError, NotImplementedError), match=r"[Ss]harding (strategy|propagation)"):
             module.gru(rows)
+        # The loss of a split head, whose logits are gathered, is priced so in eager torch.
+        logits = DTensor.from_local(torch.zeros(4, 8), mesh, [Shard(1)])
+        assert torch.log_softmax(logits, 1).placements == (Replicate(),)
     finally:
         torch.distributed.destroy_process_group()
 
