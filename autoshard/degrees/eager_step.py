@@ -41,7 +41,9 @@ def eager_step_s(plan: Plan) -> float | None:
     replicas = math.prod(plan.mesh[axis] for axis in plan.batch_axes)
     micro, batch = int(options.get("microbatches") or 1), math.prod(labels[:-1])
     split = {axis for name, spec in plan.arguments.items() if plan.is_weight(name) for axis in spec.axes}
-    tp, zero = place.num_devices // replicas, 3 if split & set(plan.batch_axes) else 0
+    copied = [axis for axis in plan.batch_axes if axis not in split]  # FSDP copies parameters over these axes
+    tp, copies = place.num_devices // replicas, math.prod(plan.mesh[axis] for axis in copied)
+    inner = copied != list(plan.batch_axes[: len(copied)])
     framework = _FRAMEWORKS.get(form.name, "torchtitan")
     try:
         decoder = gpu_decoder(source.program)
@@ -54,20 +56,11 @@ def eager_step_s(plan: Plan) -> float | None:
         layers = Counter(_RECOMPUTED[policy] for policy in policies)
         runs = {
             recompute: GpuRun(
-                decoder,
-                place,
-                framework,
-                labels[-1],
-                replicas,
-                tp,
-                1,
-                batch // replicas // micro,
-                micro,
-                zero,
-                recompute,
+                decoder, place, framework, labels[-1], replicas, tp, 1, batch // replicas // micro, micro, 3, recompute,
+                copies=copies, inner_copies=inner,
             )
             for recompute in layers
-        }
+        }  # fmt: skip
     except UserError:
         return None
     return sum(price_step(run).seconds * layers[recompute] for recompute, run in runs.items()) / decoder.layers

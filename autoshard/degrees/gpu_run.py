@@ -122,6 +122,10 @@ class GpuRun:
     """GPUs that divide a sequence (context parallelism), each with equally many scores."""
     async_tp: bool = False
     """True if gathers and scatters over `tp` run in parts that overlap with their matmuls (asynchronous TP)."""
+    copies: int = 1
+    """Groups of replicas that each divide all state by ZeRO stage 3, and sum gradients with the others (HSDP)."""
+    inner_copies: bool = False
+    """True if replicas with the same part of the state are next to each other, False if those of one group are."""
     adapter_rank: int = 0
     """Rank of adapters (LoRA) of attention's projections, which alone are trained; 0 without adapters."""
 
@@ -143,6 +147,8 @@ class GpuRun:
             raise UserError(f"ZeRO stage {self.zero} does not exist; stages are 0, 1, 2 and 3")
         if self.recompute not in RECOMPUTES:
             raise UserError(f"recomputation {self.recompute!r} is not priced; known are {', '.join(RECOMPUTES)}")
+        if self.replicas % self.copies or self.copies > 1 and self.zero != 3:
+            raise UserError(f"{self.copies} copies of the state do not divide {self.replicas} replicas of ZeRO stage 3")
         if self.replicas * self.tp % self.ep:
             raise UserError(f"ep {self.ep} does not divide dp {self.dp} x tp {self.tp}")
         if self.decoder.experts % self.ep:
@@ -187,15 +193,15 @@ class GpuRun:
 
         - `layers`, `tables`: number of layers and of tables (embedding, head) to count.
         """
-        decoder = self.decoder
+        decoder, replicas = self.decoder, self.replicas // self.copies
         if self.adapter_rank:
-            return ((layers * self.adapter_params, self.replicas),)
+            return ((layers * self.adapter_params, replicas),)
         if decoder.experts == 1:
-            return (((layers * decoder.dense_layer_params + tables * decoder.table_params) / self.tp, self.replicas),)
+            return (((layers * decoder.dense_layer_params + tables * decoder.table_params) / self.tp, replicas),)
         router = decoder.width * decoder.experts
         dense = (layers * decoder.attention_params + tables * decoder.table_params) / self.tp + layers * router
         experts = layers * decoder.experts * decoder.expert_params / self.ep
-        return ((dense, self.replicas), (experts, self.expert_replicas))
+        return ((dense, replicas), (experts, self.expert_replicas))
 
     @property
     def eager(self) -> EagerFramework:

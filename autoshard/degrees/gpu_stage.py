@@ -117,7 +117,12 @@ class GpuPrices:
         self.figures = figures or host_figures()
         self.machine = machine or MachinePrices(run.topology)
         self.compute = self.machine.compute
-        self.wires = self.machine.wires(pp=run.pp, dp=run.replicas, tp=run.tp)
+        groups = {"copies": run.copies, "dp": run.replicas // run.copies}
+        if run.copies == 1:
+            groups = {"dp": run.replicas}
+        elif run.inner_copies:
+            groups = dict(reversed(groups.items()))
+        self.wires = self.machine.wires(pp=run.pp, **groups, tp=run.tp)
         self.expert_wires = self.machine.wires(pp=run.pp, replicas=run.expert_replicas, ep=run.ep)
         self.tokens = run.micro_tokens
         self.spread = run.tp if run.eager.sequence_parallel else 1

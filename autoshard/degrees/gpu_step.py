@@ -120,7 +120,7 @@ def _gathered(prices: GpuPrices, forward: Pass, backward: Pass) -> tuple[Pass, P
     """Return the passes of one layer under ZeRO stage 3, overlapped with its collectives over replicas.
 
     The forward pass overlaps a gather of a layer's parameters. The backward pass overlaps such a gather and the
-    reduce-scatter of a layer's gradients.
+    reduce-scatter of a layer's gradients. Copies of the state then sum them.
     """
     run = prices.run
     gather = scatter = 0.0
@@ -129,6 +129,10 @@ def _gathered(prices: GpuPrices, forward: Pass, backward: Pass) -> tuple[Pass, P
         reduced = size * (run.reduced_bytes or run.eager.gradient_bytes) / 2
         gather += float(wires.time("all-gather", (axis,), size))
         scatter += float(wires.time("reduce-scatter", (axis,), reduced))
+    if run.copies > 1:
+        ((held, replicas),) = run.split_parameters(1)
+        size = held / replicas * (run.reduced_bytes or run.eager.gradient_bytes)
+        scatter += prices.collective("all-reduce", "copies", size)
     return (
         _beside(forward, gather, prices.figures.contention),
         _beside(backward, gather + scatter, prices.figures.contention),

@@ -88,12 +88,13 @@ def test_baselines_of_an_eager_form_are_compared_in_eager_torch() -> None:
     rows = {name: row.eager_step_time_s for name, row in plan.baselines.items()}
     decoder, topology = gpu_decoder("hf:llama-tiny"), Topology.parse("h100:8")
 
-    def seconds(dp: int, zero: int) -> float:
+    def seconds(dp: int, copies: int) -> float:
         """Return the seconds of a step without recomputation and with one microbatch."""
-        return price_step(GpuRun(decoder, topology, "dtensor", 128, dp, 8 // dp, 1, 64 // dp, 1, zero, "none")).seconds
+        run = GpuRun(decoder, topology, "dtensor", 128, dp, 8 // dp, 1, 64 // dp, 1, 3, "none", copies=copies)
+        return price_step(run).seconds
 
-    assert rows["fsdp"] == seconds(8, 3) and rows["data_parallel"] == seconds(8, 0)
-    assert rows["fsdp_tp"] == rows["fsdp_tp_sp"] == seconds(4, 3) and rows["tensor_parallel"] == seconds(4, 0)
+    assert rows["fsdp"] == seconds(8, 1) and rows["data_parallel"] == seconds(8, 8)
+    assert rows["fsdp_tp"] == rows["fsdp_tp_sp"] == seconds(4, 1) and rows["tensor_parallel"] == seconds(4, 4)
     name, best = min(((n, r) for n, r in plan.baselines.items() if r.fits), key=lambda item: item[1].compared_s)
     assert best_baseline(plan) == (name, best) and best.compared_s == best.eager_step_time_s
     ratio = best.compared_s / (plan.prediction.eager_step_time_s or 0)

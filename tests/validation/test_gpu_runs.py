@@ -68,6 +68,23 @@ def test_zero_splits_what_it_says():
     assert peaks[2] - peaks[3] == pytest.approx(2 * parameters * 7 / 8)
 
 
+def test_copies_of_the_state_gather_within_and_sum_between():
+    """Divide the state over the GPUs of a node, or over the nodes: each pass sends other bytes over other links."""
+    whole, nodes, within = (
+        run(64, decoder=LARGE, framework="torchtitan", zero=3, copies=copies, inner_copies=inner)
+        for copies, inner in ((1, False), (8, False), (8, True))
+    )
+    assert price_step(nodes).peak_bytes == price_step(within).peak_bytes > price_step(whole).peak_bytes
+    # Copies between nodes leave the gathers, which are most of the bytes, within them.
+    assert price_step(nodes).seconds < price_step(within).seconds
+    copied = run(8, decoder=LARGE, framework="torchtitan", zero=3, copies=8)
+    plain = run(8, decoder=LARGE, framework="torchtitan", zero=0)
+    # FSDP sums gradients of whole parameters while the backward pass runs.
+    assert price_step(copied).parts["gradients"] == 0 < price_step(plain).parts["gradients"]
+    with pytest.raises(UserError, match="3 copies of the state do not divide 8 replicas of ZeRO stage 3"):
+        run(8, zero=3, copies=3)
+
+
 def test_recomputation_takes_time_and_saves_memory():
     plain, again = (price_step(run(micro_batch=4, recompute=how)) for how in ("none", "full"))
     assert 1.1 * plain.seconds < again.seconds < 1.34 * plain.seconds
