@@ -28,7 +28,7 @@ from autoshard.cost import (
 )
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.planning.explain.write_plan import WhenAsked, Writer
-from autoshard.planning.forms.eager_figures import with_eager_figures
+from autoshard.planning.forms.eager_figures import faster_baseline, with_eager_figures
 from autoshard.planning.forms.export_forms import Form, Rest, check_names, form_named
 from autoshard.planning.forms.independent_examples import check_planned, shares_examples, with_own_examples
 from autoshard.planning.forms.lost_values import as_held
@@ -57,7 +57,7 @@ from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.record.spec import original_mesh
 from autoshard.planning.solve.infeasible import explain_infeasible
 from autoshard.planning.solve.problem_builder import Weights
-from autoshard.planning.solve.weight_search import Infeasible, SearchResult
+from autoshard.planning.solve.weight_search import Candidate, Infeasible, SearchResult
 from autoshard.planning.space.derived_axes import STAGE
 from autoshard.planning.space.plan_options import Limits, Options
 from autoshard.planning.space.spec_constraints import check_searched_axes, program_mesh
@@ -215,6 +215,12 @@ def make_plan(
         if form.gathers and given is None and parsed.num_devices > 1 and not task.stages:
             rival_s = math.inf if before is None or before.rival is None else before.rival.step_s
             searched, within = faster_in_eager_torch(form, search_on, limits, (searched, within), written, rival_s)
+        on = searched.best
+        if form.gathers and isinstance(on.found, SearchResult):
+            search = SpecSearch(form, on.model, reading.groups, on.required, limits, phases.progress)
+            rewritten = functools.partial(_written_choice, written, on)
+            faster = faster_baseline(written(on, within), search, on.found.baselines, rewritten)
+            within = within if faster is None else BestWithin(faster, {"for": form.name})
     best, found = searched.best, searched.best.found
     if isinstance(found, Infeasible):
         explain = functools.partial(explain_infeasible, best.model, found, limits, best.required)
@@ -282,6 +288,11 @@ def make_plan(
         min(unconstrained_bound_s, searched.unconstrained_bound_s),
         spared_seconds(best.model, chosen.choices),
     )
+
+
+def _written_choice(written: Callable[[MeshOutcome, BestWithin], Plan], on: MeshOutcome, choice: Candidate) -> Plan:
+    """Return a choice within a form on a mesh as `written` writes it."""
+    return written(on, BestWithin(choice, {}))
 
 
 def _limits(options: Options, topology: Topology) -> Limits:

@@ -1,14 +1,15 @@
 """Figures in eager torch of a plan within a form that gathers parameters, and of its baselines in the same form."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from autoshard.planning.forms.eager_memory import EAGER_SHARE, eager_peak, eager_seconds
+from autoshard.planning.forms.eager_memory import EAGER_SHARE, eager_excess, eager_peak, eager_seconds
 from autoshard.planning.forms.export_forms import divides_work
 from autoshard.planning.forms.spec_search import SpecSearch
 from autoshard.planning.record.plan_parts import Prediction
 from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.solve.weight_search import Candidate
+from autoshard.planning.space.derived_axes import LEAST_GAIN
 
 
 def with_eager_figures(plan: Plan, search: SpecSearch, baselines: Mapping[str, Candidate]) -> Plan:
@@ -33,6 +34,31 @@ def with_eager_figures(plan: Plan, search: SpecSearch, baselines: Mapping[str, C
         for name, row in rows.items()
     }
     return dataclasses.replace(plan, prediction=own, baselines=rows)
+
+
+def faster_baseline(
+    plan: Plan, search: SpecSearch, baselines: Mapping[str, Candidate], written: Callable[[Candidate], Plan]
+) -> Candidate | None:
+    """Return the form's choice with the specs of a baseline that is faster in eager torch than the plan.
+
+    None if no baseline of the plan's mesh is faster by `LEAST_GAIN`, or if the best one has no such choice that fits.
+
+    - `written`: writes a choice as a plan.
+    """
+    own_s = eager_seconds(plan)
+    if own_s is None:
+        return None
+    held = [like for each in baselines.values() if (like := as_held_in(plan, search, each)) is not None]
+    priced = [(seconds, like) for like in held if (seconds := eager_seconds(like)) is not None]
+    seconds_s, like = min(priced, key=lambda each: each[0], default=(own_s, plan))
+    if seconds_s >= (1 - LEAST_GAIN) * own_s:
+        return None
+    axes = tuple(search.model.axis_names.index(axis) for axis in like.batch_axes)
+    choice = search.gathering({name: like.arguments[name] for name in search.tensors}, axes)
+    if choice is None or not choice.fits:
+        return None
+    excess = eager_excess(plan, written(choice))
+    return choice if excess is not None and excess > LEAST_GAIN else None
 
 
 def as_held_in(plan: Plan, search: SpecSearch, choice: Candidate) -> Plan | None:

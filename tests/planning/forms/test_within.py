@@ -245,6 +245,21 @@ def test_a_mesh_with_tensor_parallelism_is_planned_if_it_is_faster_in_eager_torc
     assert not verdict or verdict in [each.verdict for each in plan.meshes if each.mesh == "data=8"]
 
 
+@pytest.mark.parametrize("axes", [("data",), ("data", "model")])
+def test_no_baseline_of_its_mesh_beats_a_plan_in_eager_torch(
+    monkeypatch: pytest.MonkeyPatch, axes: tuple[str, ...]
+) -> None:
+    """Plan a step for which one of FSDP and tensor parallelism is faster in eager torch."""
+    monkeypatch.setattr(
+        "autoshard.planning.forms.eager_memory.provider",
+        lambda request: lambda plan: 0.5 if plan.batch_axes == axes else 1.0,
+    )
+    plan = autoshard.plan(trained(512), topology="h100:8", mesh=MESH, form="fsdp2")
+    assert plan.batch_axes == axes and plan.prediction.eager_step_time_s == 0.5
+    assert {row.eager_step_time_s for row in plan.baselines.values()} == {0.5, 1.0}
+    assert plan.provenance["for"] == "fsdp2"
+
+
 @pytest.mark.few(3)
 @pytest.mark.parametrize("form", ["torchtitan", "fsdp2", "transformers"])
 @pytest.mark.parametrize("batch", [64, 4096])
