@@ -64,7 +64,7 @@ def _op(name: str) -> Any:
     op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
     if op is None or packet == "_local_scalar_dense":
         return None
-    takes_device = any(argument.type.kind() == "DeviceObjType" for argument in op._schema.arguments)
+    takes_device = any("Device" in str(argument.type) for argument in op._schema.arguments)  # also an optional one
     gives_tensors = all(result.type.kind() == "TensorType" for result in op._schema.returns)
     return op if gives_tensors and not takes_device else None
 
