@@ -727,7 +727,6 @@ CUT = {
     "frozen_midway": 1,
     "generated_only": 6,
     "grid_sampled": 1,
-    "interpolated": 1,
     "losses_read": 1,
 }
 """Additional programs of scripts whose steps are cut, by reads or by ops on the host.

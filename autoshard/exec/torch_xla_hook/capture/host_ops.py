@@ -53,7 +53,7 @@ def stand_in_on_host() -> None:
     new = names - _standing
     _standing.update(new)
     ops = {name: op for name in new if (op := _op(name)) is not None}
-    replace_kernels({name: functools.partial(_run, name, op) for name, op in ops.items()})
+    replace_kernels({name: functools.partial(run_on_host, name, op) for name, op in ops.items()})
 
 
 def _op(name: str) -> Any:
@@ -69,7 +69,7 @@ def _op(name: str) -> Any:
     return op if gives_tensors and not takes_device else None
 
 
-def _run(name: str, op: Any, *args: Any, **kwargs: Any) -> Any:
+def run_on_host(name: str, op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an op on the host: copy its tensors there, and copy the results and written arguments back.
 
     `name` of the op is recorded as run. Returns the results on the XLA device; a result that is an argument is that

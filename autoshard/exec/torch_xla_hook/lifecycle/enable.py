@@ -9,6 +9,7 @@ from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.exec.torch_xla_hook.capture.compiled_modules import train_all_lazily
+from autoshard.exec.torch_xla_hook.capture.composed_ops import compose_missing
 from autoshard.exec.torch_xla_hook.capture.host_ops import keep_out_of_regions
 from autoshard.exec.torch_xla_hook.capture.op_events import hidden_from_observers, tell_of_loop
 from autoshard.exec.torch_xla_hook.capture.value_reads import read_whole
@@ -112,6 +113,7 @@ def enable(use_spmd: Callable[[], None]) -> Session:
     _stand_in(made)
     expand_norms()
     replace_lowerings()
+    compose_missing()
     train_all_lazily()
     made.arm()
     return made

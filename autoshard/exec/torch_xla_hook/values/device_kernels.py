@@ -55,7 +55,7 @@ def native_batch_norm(
     """
     import torch
 
-    x = _wide(value)
+    x = wide(value)
     others = _others(x)
     count = x.numel() // x.shape[1]
     if training:
@@ -104,7 +104,7 @@ def native_batch_norm_backward(
     """
     import torch
 
-    x, g = _wide(value), _wide(gradient)
+    x, g = wide(value), wide(gradient)
     others = _others(x)
     count = x.numel() // x.shape[1]
     if training:
@@ -122,7 +122,7 @@ def native_batch_norm_backward(
     return of_value, of_weight.to(kind) if wanted[1] else None, of_bias.to(kind) if wanted[2] else None
 
 
-def _wide(value: Any) -> Any:
+def wide(value: Any) -> Any:
     """Cast a bfloat16 or float16 tensor to float32; return any other tensor unchanged."""
     return value.float() if str(value.dtype) in _ROUGH else value
 
