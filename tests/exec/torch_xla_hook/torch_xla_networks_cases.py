@@ -229,7 +229,7 @@ def counted(script: Script) -> None:
             with torch.no_grad():
                 self.confusion.index_put_((y, output.argmax(1)), torch.ones_like(y), accumulate=True)
                 self.sums.index_add_(0, y, h)
-                self.counts += torch.bincount(y, minlength=8).float()
+                self.counts += functional.one_hot(y, 8).sum(0)
                 self.low = torch.minimum(self.low, h.amin(0))
                 self.steps += 1
             return output + 0.1 * h @ (self.sums / self.counts.clamp(min=1)[:, None]).t()
