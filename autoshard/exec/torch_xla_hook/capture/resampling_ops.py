@@ -79,10 +79,11 @@ def _matrices(kind: str, value: Any, before: Sequence[int], after: Sequence[int]
     """
     aligned, *scales = options if kind == "linear" else (False, *options)
     scales = [*scales, *(None for _ in before)]
+    dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
     matrices = []
     for old, new, scale in zip(before, after, scales, strict=False):
         step = 1 / scale if scale is not None and scale > 0 else old / new
-        numbers = torch.arange(new, device=value.device, dtype=torch.float32)
+        numbers = torch.arange(new, device=value.device, dtype=dtype)
         if aligned:
             places = numbers * ((old - 1) / (new - 1) if new > 1 else 0.0)
         elif kind == "linear":
@@ -90,6 +91,6 @@ def _matrices(kind: str, value: Any, before: Sequence[int], after: Sequence[int]
         else:
             places = ((numbers + 0.5 if kind == "exact" else numbers) * step).floor()
         places = aten.unsqueeze_copy.default(places.clamp(0, old - 1), 1)
-        off = places - torch.arange(old, device=value.device, dtype=torch.float32)
+        off = places - torch.arange(old, device=value.device, dtype=dtype)
         matrices.append((1 - off.abs()).clamp(min=0).to(value.dtype))
     return matrices
