@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -117,6 +118,17 @@ def test_progress_is_plain_lines_when_piped_and_nothing_when_quiet(folder: Path)
     assert "STEP: " in result.stdout
     assert result.stdout.splitlines()[-1].startswith("Next: add --out plan.json to ")
     assert (folder / "quiet.txt").read_text() == "noise from the user's file\n"
+
+
+def test_the_printed_next_command_names_the_entry_and_the_rules_and_runs(folder: Path, here: Here):
+    (folder / "our rules.py").write_text('import autoshard\n\nautoshard.register_rule("ours", "a -> a")\n')
+    options = ("--entry", "dtypes_differ", "--roles", "params=parameter", "--rules", "our rules.py")
+    planned = here("plan", "step.py", *options, "--topology", "cpu:1", "--quiet", "--out", "a plan.json")
+    line = planned.stdout.splitlines()[-1]
+    words = shlex.split(line.removeprefix("Next: autoshard "))
+    assert words == ["measure", "step.py", *options, "--plan", "a plan.json", "--check"]
+    ran = here(*words, "--quiet")
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_the_mesh_comes_from_the_flag_then_the_environment_then_a_search(folder: Path, here: Here):

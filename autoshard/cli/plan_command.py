@@ -1,6 +1,7 @@
 """The command `autoshard plan`: from parsed arguments to a plan, printed and saved."""
 
 import argparse
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -138,13 +139,26 @@ def _next_command(arguments: argparse.Namespace, plan: "Plan", written: Sequence
 
     if not written:
         return "add --out plan.json to compile, run or export the plan"
+    file = shlex.quote(str(written[0]))
     if plan.by_stage and not plan.origin.form:
         return f'autoshard.load("{written[0]}").jit(step) in your training script'
     if plan.origin.form:
-        return f"autoshard export {written[0]} --to {plan.origin.form}"
-    if Topology.parse(plan.topology).traits.judge == "measure":
-        return f"autoshard measure {arguments.program} --plan {written[0]} --check"
+        return f"autoshard export {file} --to {plan.origin.form}"
+    program, traits = _program_words(arguments), Topology.parse(plan.topology).traits
+    if traits.judge == "measure":
+        return f"autoshard measure {program} --plan {file} --check"
     if arguments.compile:
-        return f"autoshard report {written[0]} -o report.html"
-    quick = " --quick" if Topology.parse(plan.topology).traits.compiles_ahead else ""
-    return f"autoshard compile {arguments.program} --plan {written[0]}{quick}"
+        return f"autoshard report {file} -o report.html"
+    return f"autoshard compile {program} --plan {file}{' --quick' if traits.compiles_ahead else ''}"
+
+
+def _program_words(arguments: argparse.Namespace) -> str:
+    """Return the program and the options, quoted for a shell, that a plan does not store and its program needs."""
+    words = [arguments.program]
+    if arguments.entry != "program":
+        words += ["--entry", arguments.entry]
+    if arguments.roles:
+        words += ["--roles", ",".join(f"{name}={role}" for name, role in arguments.roles.items())]
+    if arguments.rules is not None:
+        words += ["--rules", str(arguments.rules)]
+    return shlex.join(words)
