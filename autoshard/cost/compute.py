@@ -80,6 +80,17 @@ class Compute:
         flops = 2.0 * m * n * k * batch
         return flops / (self._peak(dtype) * self.matmul_efficiency(m, n, k, batch))
 
+    def stage_seconds(
+        self, rows: ArrayLike, length: ArrayLike, products: ArrayLike, size_bytes: ArrayLike
+    ) -> NDArray[np.float64]:
+        """Return the time of one stage of an fft, without overhead: matmuls by a square matrix against memory traffic.
+
+        - `rows`: rows of `length` elements that the matrix multiplies.
+        - `products`: bfloat16 products of each real and imaginary part.
+        - `size_bytes`: bytes that the stage reads and writes.
+        """
+        return np.maximum(self.matmul_seconds(rows, length, length) * products, self.memory_seconds(size_bytes))
+
     def dot_seconds(
         self,
         m: ArrayLike,

@@ -113,6 +113,7 @@ WORK: dict[str, WorkKind] = {
     "again": WorkKind(_again, ("flops", "used")),
     "attention": WorkKind(_attention, ("scores", "size")),
     "steps": WorkKind(Compute.step_seconds, ("steps",)),
+    "stage": WorkKind(Compute.stage_seconds, ("rows", "length", "products", "size")),
     "sort": WorkKind(_sort, ("elements", "size")),
     "launch": WorkKind(_launch, ("ops",)),
     "stream": WorkKind(Compute.memory_seconds, ("size",)),

@@ -27,6 +27,8 @@ CASES = [
     ("decoder", "v6e:2x4*2", "data=2,model=8"),
     ("convolutions", "h100:8", "data=4,model=2"),
     ("views", "v5p:2x2x2", "data=4,model=2"),
+    ("spectrum", "v5e:2x4", "data=4,model=2"),
+    ("kernel gradients", "v5p:2x2x2", "data=4,model=2"),
 ]
 """Programs, topologies and meshes with all kinds of ops and networks."""
 
@@ -65,6 +67,19 @@ def mixed() -> Program:
 def spectrum() -> Program:
     """Trace a Fourier transform, for which CPU devices gather their operand."""
     return trace(lambda params, x: jnp.fft.fft(x @ params).real, (f32(64, 64), f32(16, 64)), name="spectrum")
+
+
+def kernel_gradients() -> Program:
+    """Trace gradients of the kernels of two convolutions, whose images TPU compilers shift."""
+
+    def convolved(images: Any, kernel: Any) -> Any:
+        return jax.lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    def loss(kernels: Any, images: Any) -> Any:
+        return jnp.mean(convolved(jax.nn.relu(convolved(images, kernels["first"])), kernels["last"]) ** 2)
+
+    kernels = {"first": f32(3, 3, 3, 128), "last": f32(3, 3, 128, 128)}
+    return trace(jax.value_and_grad(loss), (kernels, f32(4, 32, 32, 3)), name="kernel gradients")
 
 
 def wide_mlp(batch: int = 4096, dim: int = 2048, ffn: int = 8192, layers: int = 2) -> Program:
@@ -119,6 +134,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "nothing": nothing,
     "mixed": mixed,
     "spectrum": spectrum,
+    "kernel gradients": kernel_gradients,
     "wide mlp": wide_mlp,
 }
 

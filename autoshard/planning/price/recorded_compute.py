@@ -67,6 +67,18 @@ class RecordedCompute:
         """
         return self.note("steps", steps)
 
+    def memory_seconds(self, size: Any) -> NDArray[np.float64]:
+        """Record a pass over memory (`stream`), and return its seconds, shape [1]; arguments as in
+        `Compute.memory_seconds`.
+        """
+        return self.note("stream", size)
+
+    def stage_seconds(self, rows: Any, length: Any, products: Any, size: Any) -> NDArray[np.float64]:
+        """Record a stage of an fft (`stage`), and return its seconds, shape [1]; arguments as in
+        `Compute.stage_seconds`.
+        """
+        return self.note("stage", rows, length, products, size)
+
     def sort_seconds(self, elements: Any, length: int, arrays: int, size: Any) -> NDArray[np.float64]:
         """Record a sort (`sort`), and return its seconds, shape [1]; arguments as in `Compute.sort_seconds`."""
         return self.note("sort", elements, size, length=length, arrays=arrays)

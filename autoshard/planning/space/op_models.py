@@ -261,8 +261,8 @@ def _fft_seconds(work: OpWork, size: Seconds) -> Seconds:
             total = total + compute.memory_seconds(2.0 * size)
         for stage in (length,) if one_matrix else (LANES, length // LANES):
             products = 2 if real else 3
-            busy = compute.matmul_seconds(local / stage, stage, stage) * (_FLOAT32 * products)
-            total = total + np.maximum(busy, compute.memory_seconds(2.0 * local * record.itemsize))
+            size_moved = 2.0 * local * record.itemsize
+            total = total + compute.stage_seconds(local / stage, stage, _FLOAT32 * products, size_moved)
             real = False
     return total
 
