@@ -9,6 +9,7 @@ from autoshard.graph.extraction.attention_ops import find_attentions as find_att
 from autoshard.graph.extraction.attention_scores import Scores as Scores
 from autoshard.graph.extraction.attention_scores import attention_scores as attention_scores
 from autoshard.graph.extraction.attention_scores import is_summed as is_summed
+from autoshard.graph.extraction.attention_scores import scores_by_op as scores_by_op
 from autoshard.graph.extraction.attention_scores import scores_of as scores_of
 from autoshard.graph.extraction.attention_work import model_shares as model_shares
 from autoshard.graph.extraction.opaque_rules import COLLECTIVES as COLLECTIVES

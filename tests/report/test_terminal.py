@@ -19,6 +19,7 @@ from autoshard.planning.record.plan_parts import UNSOLVED, MeshTried, TimeError
 from autoshard.report import terminal_report
 from autoshard.report.display import fold
 from autoshard.report.figures import recipe_line, remat_words
+from autoshard.report.terminal.compute_limits import compute_limits
 from autoshard.report.terminal.explanation_report import cause_text
 
 
@@ -342,3 +343,20 @@ def test_the_recipe_of_a_step_of_ones_own_is_found_in_it(remat: bool, loop: bool
     args = (jax.ShapeDtypeStruct((3, 16, 16), "float32"), jax.ShapeDtypeStruct((16, 16), "float32"))
     line = recipe_line(autoshard.plan(autoshard.trace(step, args), topology="cpu:2"))
     assert ("values recomputed" in line, "gradients in a loop" in line) == (remat, loop), line
+
+
+def test_a_softmax_of_several_lines_is_named_with_the_kernel_that_would_save_its_passes():
+    def attended(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32)
+        scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e30)
+        shares = jax.nn.softmax(scores, -1).astype(v.dtype)
+        return jnp.einsum("bhqk,bkhd->bqhd", shares, v)
+
+    heads = jax.ShapeDtypeStruct((8, 2048, 8, 128), jnp.bfloat16)
+    made = autoshard.plan(autoshard.trace(attended, (heads, heads, heads)), topology="v6e:2x2", mesh="data=4")
+    line = attended.__code__.co_firstlineno + 3
+    (limit,) = [each for each in compute_limits(made) if each.startswith("The softmax at ")]
+    assert f"test_terminal.py:{line} stores its scores in memory" in limit
+    assert "block_sizes of 1024" in limit
+    passes = sum(op.compute_s for op in made.ops if op.scores and op.bound == "memory")
+    assert f"about {format_seconds(passes)} (" in limit

@@ -60,6 +60,32 @@ def attention_scores(graph: OpGraph, op: Op) -> Scores | None:
     return Scores(queries.shape[-2], keys.shape[-2], queries.shape[-1], block)
 
 
+def sorted_sizes(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the sizes above 1 of a shape in ascending order, equal for tensors whose dims are only moved."""
+    return tuple(sorted(size for size in shape if size > 1))
+
+
+def scores_by_op(graph: OpGraph) -> dict[int, Scores]:
+    """Return the scores that ops compute or pass over, by op: those of `attention_scores`, and those of the ops around
+    a softmax, forward and backward.
+
+    An op around a softmax is no heavy op, and reads or writes a tensor with the sizes of the softmax's scores.
+    """
+    scores = {op.id: found for op in graph.ops if (found := attention_scores(graph, op)) is not None}
+    stored = {
+        sorted_sizes(graph.tensors[op.results[0]].shape): scores[op.id]
+        for op in graph.ops
+        if op.id in scores and op.kind == "exponential"
+    }
+    for op in graph.ops if stored else ():
+        if op.id not in scores and op.op_class is not OpClass.HEAVY:
+            sides = (sorted_sizes(graph.tensors[tensor].shape) for tensor in (*op.operands, *op.results))
+            passed = next((stored[sizes] for sizes in sides if sizes in stored), None)
+            if passed is not None:
+                scores[op.id] = passed
+    return scores
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionKernel:
     """One of jax's kernels of attention."""

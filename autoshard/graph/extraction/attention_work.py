@@ -9,7 +9,14 @@ import math
 from collections import defaultdict
 
 from autoshard.graph.extraction.attention_ops import is_cudnn_attention
-from autoshard.graph.extraction.attention_scores import Scores, attention_kernel, attention_scores, is_summed, scores_of
+from autoshard.graph.extraction.attention_scores import (
+    Scores,
+    attention_kernel,
+    attention_scores,
+    is_summed,
+    scores_of,
+    sorted_sizes,
+)
 from autoshard.graph.flops import (
     ATTENTION,
     ATTENTION_BACKWARD,
@@ -40,7 +47,7 @@ def model_shares(graph: OpGraph) -> dict[int, float]:
     for op in graph.ops:
         scores = scores_of(graph, op) if op.kind == "exponential" and is_summed(graph, op) else None
         if scores is not None:
-            shape, kept = _sizes(scores.shape), _kept_share(graph, op)
+            shape, kept = sorted_sizes(scores.shape), _kept_share(graph, op)
             for line in {graph.ops[scores.producer].line, *_lines_of_users(graph, op)}:
                 masked[line, shape].add(kept)
     # Backward matmuls have the lines of the forward ones. Attentions that differ at one line count whole.
@@ -48,15 +55,10 @@ def model_shares(graph: OpGraph) -> dict[int, float]:
     for op in graph.ops:
         if is_batched(op):
             sides = (graph.tensors[tensor] for tensor in (*op.operands, *op.results))
-            kept = min((kept_at.get((op.line, _sizes(side.shape)), 1.0) for side in sides), default=1.0)
+            kept = min((kept_at.get((op.line, sorted_sizes(side.shape)), 1.0) for side in sides), default=1.0)
             if kept < 1.0:
                 shares[op.id] = kept
     return shares
-
-
-def _sizes(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the sizes above 1 of a shape in ascending order, equal for tensors whose dims are only moved."""
-    return tuple(sorted(size for size in shape if size > 1))
 
 
 def _kept_share(graph: OpGraph, exponential: Op) -> float:

@@ -5,7 +5,7 @@ import math
 from collections import defaultdict
 
 from autoshard.cost import HOST, TRAFFIC, WORK, Charge, Compute
-from autoshard.graph import OpClass, attention_scores
+from autoshard.graph import OpClass, scores_by_op
 from autoshard.planning.price.reshard_times import cluster_names
 from autoshard.planning.price.step_ledger import Ledger, LedgerRow, Place
 from autoshard.planning.record.plan_parts import Collective, PlannedOp
@@ -251,7 +251,7 @@ def _places(model: Model, prices: OpPrices) -> list[PlannedOp]:
     for (tensor, op), moved in prices.moved.items():
         place: Place = ("op", op) if op >= 0 else ("tensor", tensor)
         collectives[place] += [(c.seconds, c.waited_s, c.wire_bytes) for c in moved]
-    rows, parameters = [], _parameters(model)
+    rows, parameters, scores = [], _parameters(model), model.graph.once(scores_by_op)
     for place in sorted({*prices.compute, *prices.host, *collectives}):
         sent, waited, wire = (sum(part) for part in zip(*collectives.get(place, [(0.0, 0.0, 0)]), strict=True))
         work, compute, host = prices.work.get(place, PlaceWork()), prices.compute.get(place, 0.0), prices.host
@@ -260,8 +260,7 @@ def _places(model: Model, prices: OpPrices) -> list[PlannedOp]:
         seconds = (compute, host.get(place, 0.0), sent, waited)
         amounts = (work.flops, work.moved_bytes, int(wire))
         bound = _bound(work, compute, waited, host.get(place, 0.0))
-        scores = attention_scores(model.graph, model.graph.ops[place[1]]) if place[0] == "op" else None
-        shape = () if scores is None else dataclasses.astuple(scores)
+        shape = dataclasses.astuple(scores[place[1]]) if place[0] == "op" and place[1] in scores else ()
         rows.append(PlannedOp(name, kind, line, parameter, times, *seconds, *amounts, bound, shape))
     return rows
 

@@ -340,7 +340,7 @@ class PlannedOp:
     """Resource that takes most time: `compute`, `memory`, `network`, `overhead` (of starting ops) or `host`."""
     scores: tuple[int, ...] = dataclasses.field(default=(), metadata={"absent": ()})
     """Queries, keys and head size of one head's attention, and the scores of one step of a kernel's grid (0 without a
-    kernel). Empty for ops that are no exponential of a softmax between matmuls and no kernel of attention.
+    kernel). Empty for ops that are no kernel of attention, and neither compute nor pass over scores in memory.
     """
 
 

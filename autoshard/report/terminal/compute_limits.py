@@ -40,7 +40,7 @@ def compute_limits(plan: Plan) -> list[str]:
     compute = plan.prediction.compute_s / step
     shares = ", ".join(named)
     sentence = f"Compute is {compute:.0%} of the step. Its costliest lines, as shares of the step: {shares}."
-    return [sentence, *_softmax_in_memory(plan, costly), *_small_blocks(plan)]
+    return [sentence, *_softmax_in_memory(plan), *_small_blocks(plan)]
 
 
 def _place(plan: Plan, op: PlannedOp) -> str:
@@ -64,31 +64,44 @@ def _kinds(ops: Sequence[PlannedOp]) -> str:
     return f"{kind}, limited by {limit}"
 
 
-def _softmax_in_memory(plan: Plan, costly: Sequence[tuple[str, Sequence[PlannedOp]]]) -> list[str]:
-    """Return a sentence if exponentials between matmuls, as those of attention, take a tenth of the step in memory.
+def _softmax_in_memory(plan: Plan) -> list[str]:
+    """Return a sentence if passes over scores of attention in memory take a tenth of the step.
 
-    A kernel stores no scores: it saves the passes of the line's elementwise ops through memory. It is named by its flag
-    for a configuration, else by JAX's function with its blocks. Empty for devices without a kernel.
+    A kernel stores no scores, so it saves these passes. It is named by its flag for a configuration, else by JAX's
+    function with its blocks. Scores of equal sizes count together, at the line of their softmax. Empty for devices
+    without a kernel.
     """
     traits, step = Topology.parse(plan.topology).traits, plan.prediction.step_time_s
     flag = plan.source is not None and plan.source.is_configuration
     kernel = f"--attention {traits.attention}" if flag else traits.attention_kernel
     if not traits.attention_kernel:
         return []
-    for line, ops in costly:
-        passes_s = sum(op.compute_s for op in ops if op.bound == "memory" and op.kind != "dot_general")
-        exponential = any(op.kind == "exponential" and op.bound == "memory" for op in ops)
-        matmuls = any(op.kind == "dot_general" and op.bound == "memory" for op in ops)
-        if exponential and matmuls and passes_s > 0.1 * step:
-            scores = next((op.scores for op in ops if op.kind == "exponential" and op.scores), ())
-            _, sizes = block_sizes_words(*scores[:3]) if scores and traits.attention == "splash" else (0, "")
-            if sizes and not flag:
-                kernel += f" with {sizes}; its default of {LANES} takes longer"
-            return [
-                f"The softmax at {clean(line)} stores its scores in memory: a fused kernel ({kernel}) would save "
-                f"about {format_seconds(passes_s)} ({passes_s / step:.0%} of the step)."
-            ]
-    return []
+    passes: dict[tuple[int, ...], list[PlannedOp]] = defaultdict(list)
+    for op in plan.ops:
+        if op.scores and op.bound == "memory" and not op.scores[3]:
+            passes[op.scores].append(op)
+    if not passes:
+        return []
+    scores, ops = max(passes.items(), key=lambda item: (_seconds(item[1]), item[0]))
+    seconds = _seconds(ops)
+    # An exponential that is fused into later ops passes over no memory; the reductions of a softmax always do.
+    kinds = {kind: [op for op in ops if op.kind == kind] for kind in ("exponential", "reduce")}
+    softmax = kinds["exponential"] or kinds["reduce"]
+    if not softmax or seconds <= 0.1 * step:
+        return []
+    where = _place(plan, max(softmax, key=lambda op: op.compute_s))
+    _, sizes = block_sizes_words(*scores[:3]) if traits.attention == "splash" else (0, "")
+    if sizes and not flag:
+        kernel += f" with {sizes}; its default of {LANES} takes longer"
+    return [
+        f"The softmax at {clean(where)} stores its scores in memory: a fused kernel ({kernel}) would save about "
+        f"{format_seconds(seconds)} ({seconds / step:.0%} of the step)."
+    ]
+
+
+def _seconds(ops: Sequence[PlannedOp]) -> float:
+    """Return the seconds of compute of some ops."""
+    return sum(op.compute_s for op in ops)
 
 
 def _small_blocks(plan: Plan) -> list[str]:
