@@ -77,6 +77,8 @@ class Form:
     remat: HeldRemat = HeldRemat.ALL
     shares_batch: bool = False
     """True if the form needs an axis that splits the batch."""
+    splits_parameters: bool = False
+    """True if the form needs an axis that splits a parameter."""
 
     @property
     def splits_inside(self) -> bool:
@@ -130,6 +132,7 @@ FORMS = {
             layers=False,
             gathers=True,
             replicates=True,
+            splits_parameters=True,
         ),
         Form(
             "torchtitan",
@@ -365,7 +368,7 @@ def divides_work(
     """Return True unless devices would repeat work in a form that gathers: every axis splits a batch's first dim or a
     parameter.
 
-    Some axis must split the batch if the form needs that (`shares_batch`).
+    Some axis must split the batch, or a parameter, if the form needs that (`shares_batch`, `splits_parameters`).
     """
     known = {name: spec for name, spec in specs.items() if spec is not None}
     state = ("parameter", "optimizer_state")
@@ -373,7 +376,10 @@ def divides_work(
     batch = {axis for name in inputs for axis in (known[name].dims or ((),))[0]}
     parameters = {axis for name, spec in known.items() if roles[name] == "parameter" for axis in spec.axes}
     several = {axis for axis, size in mesh.items() if size > 1}
-    return not form.gathers or (several <= batch | parameters and bool(batch or not form.shares_batch or not several))
+    if not form.gathers or not several:
+        return True
+    lacks = (form.shares_batch and not batch) or (form.splits_parameters and not parameters & several)
+    return several <= batch | parameters and not lacks
 
 
 def splits_nothing(specs: Mapping[str, Spec | None], mesh: Mapping[str, int]) -> bool:

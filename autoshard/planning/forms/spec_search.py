@@ -233,11 +233,13 @@ class SpecSearch:
     def gathering(self, specs: Mapping[str, Spec | None], axes: tuple[int, ...]) -> Candidate | None:
         """Return the candidate in which some axes, by number, split the batch and parameters with given specs.
 
-        None if another axis splits no parameter: the form would repeat all work along it.
+        None if another axis splits no parameter, as the form would repeat all work along it, and if none splits one
+        and the form needs that.
         """
-        used = {self.model.axis_names[axis] for axis in axes}
-        used |= {axis for name, spec in specs.items() if spec and self.roles[name] == "parameter" for axis in spec.axes}
-        if any(size > 1 and axis not in used for axis, size in self.model.mesh.axes.items()):
+        split = {axis for name, spec in specs.items() if spec and self.roles[name] == "parameter" for axis in spec.axes}
+        used = split | {self.model.axis_names[axis] for axis in axes}
+        several = {axis for axis, size in self.model.mesh.axes.items() if size > 1}
+        if not several <= used or (self.form.splits_parameters and several and not several & split):
             return None
         return gathered_candidate(self.form.name, self.model, self.groups, specs, self.limits, self.required, axes)
 

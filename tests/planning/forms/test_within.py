@@ -123,6 +123,18 @@ def test_a_plan_for_a_form_is_what_the_form_holds(form: str):
         assert plan == autoshard.plan(program, topology="v5e:2x4", mesh=MESH, form=form)
 
 
+def test_a_form_that_must_split_a_parameter_does_where_copies_would_be_faster():
+    def step(p, x):
+        loss, gradients = jax.value_and_grad(lambda p: jnp.mean((jax.nn.relu(x @ p["up"]) @ p["down"]) ** 2))(p)
+        return loss, jax.tree.map(lambda a, b: a - 0.1 * b, p, gradients)
+
+    program = trace(step, ({"up": f32(64, 128), "down": f32(128, 64)}, f32(4096, 64)))
+    options = {"topology": "cpu:4", "mesh": {"data": 2, "model": 2}}
+    copied, split = (autoshard.plan(program, form=form, **options) for form in ("fsdp2", "transformers"))
+    assert all(spec.shards(copied.mesh) == 1 for name, spec in copied.arguments.items() if copied.is_weight(name))
+    assert any(spec.shards(split.mesh) > 1 for name, spec in split.arguments.items() if split.is_weight(name))
+
+
 def test_a_form_with_specs_of_state_finds_what_a_form_without_them_finds(monkeypatch: pytest.MonkeyPatch):
     for name, most in (("TRIES", 30), ("HEARD", 12), ("UNTIED", 12)):
         monkeypatch.setattr(spec_search, name, most)
