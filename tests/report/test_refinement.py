@@ -41,6 +41,7 @@ def test_the_table_the_ending_and_the_figures(monkeypatch: pytest.MonkeyPatch):
     rows = [line for line in text.splitlines() if line.split(" ")[0] in names]
     assert rows[0].startswith(result.best.name)
     assert f"{result.judged[-1].name}: dropped, it exploded" in text
+    assert "*: intermediates chosen by autoshard" in text, "explains the names of baselines"
     assert "Planned 1 time: " in text and result.why in text
     assert "Learned from 2 observations: median error of the time 300%, now " in text
     assert not result.stored and "stored" not in text

@@ -16,6 +16,10 @@ from autoshard.report.display import clean
 from autoshard.report.figures import prediction_figures
 
 
+COMPLETED = "*: intermediates chosen by autoshard"
+"""Words for the `*` behind the name of a baseline that our solver completed."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ComparisonRow:
     """One way to split the program."""
@@ -130,7 +134,7 @@ def comparison_report(plan: Plan, rows: Sequence[ComparisonRow]) -> RenderableTy
         table.add_row(Text(clean(row.name, 28), style="bold" if row.name == "plan" else ""), *cells)
     notes = [Text(f"{row.name}: {clean(row.failed, 300)}", style="yellow") for row in rows if row.failed]
     notes += _close(rows)
-    meaning = "*: intermediates chosen by autoshard; without it, by XLA's propagation from the arguments"
+    meaning = f"{COMPLETED}; without it, by XLA's propagation from the arguments"
     return Group(title, Text(), table, *([Text(meaning, style="dim")] if len(rows) > 1 else []), *notes)
 
 

@@ -13,6 +13,7 @@ from autoshard.base.units import format_bytes, format_seconds
 from autoshard.exec import GROSS, Judged, Refinement
 from autoshard.planning import Plan, mesh_words
 from autoshard.report.display import clean
+from autoshard.report.terminal.comparison import COMPLETED
 
 
 def measurement_report(plan: Plan, figures: Mapping[str, Any]) -> RenderableType:
@@ -178,13 +179,15 @@ def refinement_report(result: Refinement) -> RenderableType:
         if each.seen.failed
     ]
     words = [Text(f"  {clean(line)}") for line in plan.words]
-    meaning = Text("predicted: before these plans were judged; after: with all that was learned", style="dim")
+    meaning = "predicted: before these plans were judged; after: with all that was learned"
+    if any(each.name.endswith("*") for each in result.judged):
+        meaning += f"; {COMPLETED}"
     return Group(
         title,
         *_explained(result),
         Text(),
         table,
-        meaning,
+        Text(meaning, style="dim"),
         *notes,
         Text(),
         ending,
