@@ -50,7 +50,7 @@ def as_held(plan: Plan, form: Form, free_s: float, other: Candidate | None = Non
         parts = {"pins": (), "regions": (), "calls": ()}
     if plan.prediction.step_time_s > free_s * (1 + NOTICED):
         line += f"; a plan without the form takes {format_seconds(free_s)} a step"
-    lines = [f"{line}."]
+    lines = [f"{line}.", *_whole_kernels(plan, form)]
     if plan.origin.not_held:
         line = not_held_words(plan)
         if other is not None:
@@ -59,6 +59,23 @@ def as_held(plan: Plan, form: Form, free_s: float, other: Candidate | None = Non
     # A step of torch has no memory of JAX's allocator.
     kept = (each for each in plan.warnings if form.rest is not Rest.DTENSOR or FRACTION not in each)
     return dataclasses.replace(plan, **parts, warnings=(*kept, *lines))
+
+
+def _whole_kernels(plan: Plan, form: Form) -> list[str]:
+    """Return a sentence if kernels of attention take more than `NOTICED` of a step in a form that leaves them to XLA.
+
+    XLA's partitioner cannot split such a kernel, and a form without calls splits none in its place.
+    """
+    kernels = [op for op in plan.ops if op.scores and op.scores[3]]
+    share = sum(op.compute_s for op in kernels) / (plan.prediction.step_time_s or 1.0)
+    if form.rest is not Rest.XLA or max(plan.mesh.values(), default=1) == 1 or share <= NOTICED:
+        return []
+    plain = "plan with `--attention plain`" if plan.source is not None and plan.source.is_configuration else ""
+    plain = plain or "call them in `jax.shard_map`"
+    return [
+        f"XLA cannot split kernels of attention ({', '.join(sorted({op.kind for op in kernels}))}), so every device "
+        f"computes them whole, {share:.0%} of the step: {plain}, or plan without the form and run `plan.jit`."
+    ]
 
 
 def not_held_words(plan: Plan) -> str:

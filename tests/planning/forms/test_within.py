@@ -23,7 +23,7 @@ from autoshard.exports import export_plan
 from autoshard.planning import FORMS, Plan, Rest, Spec, expressible_specs, form_named, price_form, splits_nothing
 from autoshard.planning.forms import spec_search
 from autoshard.planning.forms.export_forms import gathered_specs, parameter_of
-from autoshard.planning.forms.lost_values import lost_values
+from autoshard.planning.forms.lost_values import as_held, lost_values
 from autoshard.planning.forms.propagated_specs import Propagation
 from autoshard.planning.forms.spec_search import NEAR
 from autoshard.planning.forms.within_form import plan_within
@@ -121,6 +121,16 @@ def test_a_plan_for_a_form_is_what_the_form_holds(form: str):
         assert held.peak_bytes == plan.prediction.peak_bytes
     if form == "dtensor":
         assert plan == autoshard.plan(program, topology="v5e:2x4", mesh=MESH, form=form)
+
+
+def test_a_form_that_cannot_split_kernels_of_attention_says_so():
+    plan = autoshard.plan(mlp(), topology="v5e:2x4", mesh=MESH)
+    step, name = plan.prediction.step_time_s, "splash_mha_fwd_residuals"
+    kernel = dataclasses.replace(plan.ops[0], kind=name, scores=(4096, 4096, 128, 1 << 20), compute_s=0.4 * step)
+    plan = dataclasses.replace(plan, ops=(kernel,))
+    (said,) = [line for line in as_held(plan, FORMS["jax"], step).warnings if "cannot split kernels" in line]
+    assert f"({name}), so every device computes them whole, 40% of the step: call them in `jax.shard_map`" in said
+    assert not any("cannot split kernels" in line for line in as_held(plan, FORMS["dtensor"], step).warnings)
 
 
 def test_a_form_that_must_split_a_parameter_does_where_copies_would_be_faster():
