@@ -1,5 +1,6 @@
 """The chosen sharding in words, and the dim groups that each mesh axis splits."""
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -141,15 +142,15 @@ def _extra_axes(model: Model, shares: dict[tuple[int, str], float], explained: s
 def _ranked(names: Sequence[str]) -> list[str]:
     """Return names of dim groups for a sentence, plain words first.
 
-    The first three names such as `dim of NAME` are stated, or the first one next to plain words; the rest are counted.
-    The channels of several layers are one name.
+    The first three names such as `dim 0 of NAME` are stated, or the first one next to plain words. The rest are
+    counted. The channels of several layers are one name.
     """
     layers = [n for n in names if n.startswith("channels of ")]
     if len(layers) > 1:
         first = layers[0].removeprefix("channels of ")
         names = [*(n for n in names if n not in layers), f"channels of {len(layers)} layers such as {first}"]
-    plain = [n for n in names if not n.startswith("dim of ")]
-    rest = [n for n in names if n.startswith("dim of ")]
+    rest = [n for n in names if re.match(r"dim \d+ of ", n)]
+    plain = [n for n in names if n not in rest]
     named, more = rest[: 1 if plain else 3], len(rest[1 if plain else 3 :])
     return [*plain, *named, *([f"{more} more dim{'s' if more > 1 else ''}"] if more else [])]
 

@@ -24,7 +24,7 @@ _HINTS = (
     (_EXPERTS, re.compile(r"expert|moe", re.I)),
     ("kv heads", re.compile(r"(^|[._])(k_proj|v_proj|wk|wv|key|value|k|v)([._]|$)", re.I)),
     ("heads", re.compile(r"attn|attention|q_proj|o_proj|(^|[._])(wq|wo|q|o|query)([._]|$)", re.I)),
-    ("ffn", re.compile(r"mlp|ffn|feed_?forward|fc|up|gate|down|intermediate|w[123]($|[._])", re.I)),
+    ("ffn", re.compile(r"mlp|ffn|feed_?forward|fc|up|gate|down|intermediate|w[123gud]($|[._])", re.I)),
 )
 
 
@@ -42,7 +42,7 @@ class Groups:
     names: dict[int, str]
     """Name of each group in `sizes`: `batch`, `sequence`, `hidden`, `stage`, `image height`, `heads` or such.
 
-    A group that no rule names is `dim of` its first parameter, or `channels of` its layer, or empty without a
+    A group that no rule names is `dim N of` its first parameter, or `channels of` its layer, or empty without a
     parameter.
     """
     parameters: dict[int, tuple[int, ...]]
@@ -202,8 +202,10 @@ def _describe(
         elif group in space:
             names[group] = space[group]
         else:
-            of = [program.arguments[p].name for p in holders.get(group, [])]
-            names[group] = _hint(of, group in stacked, group in counting, group in channels)
+            held = holders.get(group, [])
+            dim = tensor_groups(structure, of_factor, graph.arguments[held[0]]).index(group) if held else 0
+            of = [program.arguments[position].name for position in held]
+            names[group] = _hint(of, dim, group in stacked, group in counting, group in channels)
     own = tuple(dict.fromkeys(g for groups in data for g in groups if g is not None and g in space and g in sizes))
     shapes = {position: program.arguments[position].shape for position in inputs}
     read = {tensor for op in graph.ops for tensor in op.operands}
@@ -348,11 +350,12 @@ def _groups_of(op: Op, kept: set[int], structure: Structure, of_factor: dict[tup
     return found
 
 
-def _hint(names: list[str], stacked: bool, counting: bool, channels: bool) -> str:
+def _hint(names: list[str], dim: int, stacked: bool, counting: bool, channels: bool) -> str:
     """Return the first name in `_HINTS` that more than half of the parameters' names suggest for their common dim.
 
-    Without one it is `dim of` the first parameter, or `channels of` its layer; it is empty without parameters.
+    Without one it is `dim N of` the first parameter, or `channels of` its layer; it is empty without parameters.
 
+    - `dim`: position of the dim in the first parameter.
     - `channels`: True for channels of a convolution.
     - `counting`: True if the products of these matrices are independent. In a feed-forward layer such a dim counts
       experts, also where no name says so.
@@ -365,7 +368,7 @@ def _hint(names: list[str], stacked: bool, counting: bool, channels: bool) -> st
                 return _EXPERTS if word == "ffn" and counting else word
     if not names:
         return ""
-    return f"channels of {names[0].rpartition('.')[0] or names[0]}" if channels else f"dim of {names[0]}"
+    return f"channels of {names[0].rpartition('.')[0] or names[0]}" if channels else f"dim {dim} of {names[0]}"
 
 
 def factor_states(states: States, dims: Sequence[Sequence[int]]) -> States:

@@ -425,7 +425,7 @@ class _Requirements:
         known = {name for name in self.groups.names.values() if name}
         for name in names:
             if name not in known:
-                raise UserError(f"{option} names no dim group of the program; {near_names(name, sorted(known))}")
+                raise UserError(f"{option} names no dim group of the program; it has {', '.join(sorted(known))}.")
         wanted = {group for group, name in self.groups.names.items() if name in names}
         for position, node in enumerate(self.model.nodes):
             if node.kind == "cluster":

@@ -82,7 +82,18 @@ def test_state_split_further_than_its_parameters_is_reported() -> None:
 def test_dims_without_a_name_are_called_after_a_parameter() -> None:
     groups = made.groups(made.model("mixed"))
     assert {"batch", "vocabulary"} & set(groups.names.values())
-    assert any(name.startswith("dim of params.") for name in groups.names.values())
+    assert {"dim 1 of params.out"} <= set(groups.names.values())
+
+
+def test_the_width_between_matrices_wu_and_wd_is_that_of_an_mlp() -> None:
+    def step(w: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        return (jax.nn.silu(x @ w["wg"]) * (x @ w["wu"])) @ w["wd"]
+
+    wide, narrow = jax.ShapeDtypeStruct((8, 32), jnp.float32), jax.ShapeDtypeStruct((32, 8), jnp.float32)
+    program = autoshard.trace(
+        step, ({"wg": wide, "wu": wide, "wd": narrow}, jax.ShapeDtypeStruct((16, 8), jnp.float32))
+    )
+    assert "ffn" in made.groups(made.model_of(program, "cpu:8", "data=4,model=2")).names.values()
 
 
 def test_features_of_one_expert_are_not_called_experts() -> None:
@@ -103,7 +114,7 @@ def test_features_of_one_expert_are_not_called_experts() -> None:
     assert "experts" in names({"experts_in": (4, 16, 32)}, "bh,ehf->bef")
     assert "experts" not in names({"w_up": (4, 16, 32)}, "bh,ehf->bef")  # gates side by side
     listed = names({"experts.0.weight": (16, 32), "experts.1.weight": (16, 32)}, "bh,hf->bf")
-    assert "experts" not in listed and any(name.startswith("dim of params.experts.0") for name in listed)
+    assert "experts" not in listed and any(name.startswith("dim 1 of params.experts.0") for name in listed)
 
 
 def test_feed_forward_weights_that_each_take_tokens_of_their_own_are_experts() -> None:
@@ -170,10 +181,10 @@ def test_inputs_that_axes_of_the_batch_split_by_another_dim_are_told() -> None:
 
 
 def test_channels_of_several_layers_are_one_name() -> None:
-    assert _ranked(["channels of a.0", "dim of w", "batch", "channels of a.3"]) == [
+    assert _ranked(["channels of a.0", "dim 0 of w", "batch", "channels of a.3"]) == [
         "batch",
         "channels of 2 layers such as a.0",
-        "dim of w",
+        "dim 0 of w",
     ]
     assert _ranked(["channels of a.0", "batch"]) == ["channels of a.0", "batch"]
 

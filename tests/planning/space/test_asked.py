@@ -230,7 +230,8 @@ def test_a_pinned_plan_runs_and_equals_the_unplanned() -> None:
         ),
         (
             {"axis_only": {"data": "bach"}},
-            "--axis-only data=bach names no dim group of the program; did you mean batch?",
+            "--axis-only data=bach names no dim group of the program; it has batch, ffn, heads, hidden, sequence, "
+            "vocabulary.",
         ),
         (
             {"pins": {UP: 3}},
