@@ -193,7 +193,7 @@ def _describe(
     for group in sizes:
         if group == batch:
             names[group] = "batch"
-        elif group == sequence:
+        elif group == sequence and not space.get(group, "").startswith("image"):
             names[group] = "sequence"
         elif group == hidden:
             names[group] = "hidden"

@@ -85,6 +85,11 @@ def test_dims_without_a_name_are_called_after_a_parameter() -> None:
     assert {"dim 1 of params.out"} <= set(groups.names.values())
 
 
+def test_the_first_spatial_dim_of_a_batch_of_images_is_their_height() -> None:
+    names = set(made.groups(made.model("kernel gradients", "v5p:2x2x2")).names.values())
+    assert {"batch", "image height", "image width"} <= names and "sequence" not in names
+
+
 def test_the_width_between_matrices_wu_and_wd_is_that_of_an_mlp() -> None:
     def step(w: dict[str, jax.Array], x: jax.Array) -> jax.Array:
         return (jax.nn.silu(x @ w["wg"]) * (x @ w["wu"])) @ w["wd"]
