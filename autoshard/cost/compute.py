@@ -89,7 +89,8 @@ class Compute:
         - `products`: bfloat16 products of each real and imaginary part.
         - `size_bytes`: bytes that the stage reads and writes.
         """
-        return np.maximum(self.matmul_seconds(rows, length, length) * products, self.memory_seconds(size_bytes))
+        busy = self.matmul_seconds(rows, length, length) * np.asarray(products, dtype=np.float64)
+        return np.maximum(busy, self.memory_seconds(size_bytes))
 
     def dot_seconds(
         self,

@@ -233,8 +233,8 @@ class SpecSearch:
     def gathering(self, specs: Mapping[str, Spec | None], axes: tuple[int, ...]) -> Candidate | None:
         """Return the candidate in which some axes, by number, split the batch and parameters with given specs.
 
-        None if another axis splits no parameter, as the form would repeat all work along it, and if none splits one
-        and the form needs that.
+        None if another axis splits no parameter, as the form would repeat all work along it. None too if the form
+        needs split parameters and there are none.
         """
         split = {axis for name, spec in specs.items() if spec and self.roles[name] == "parameter" for axis in spec.axes}
         used = split | {self.model.axis_names[axis] for axis in axes}
