@@ -40,6 +40,7 @@ from autoshard.graph.memory.operand_rounding import round_operands as round_oper
 from autoshard.graph.memory.operand_rounding import rounds_rows as rounds_rows
 from autoshard.graph.memory.operand_rounding import source_of as source_of
 from autoshard.graph.memory.row_layouts import LEAST_ROWS as LEAST_ROWS
+from autoshard.graph.memory.softmax import SOFTMAX_ROW as SOFTMAX_ROW
 from autoshard.graph.memory.softmax import Softmax as Softmax
 from autoshard.graph.memory.softmax import SoftmaxForm as SoftmaxForm
 from autoshard.graph.memory.softmax import find_softmaxes as find_softmaxes

@@ -6,8 +6,8 @@ the matmul's kernel. The stored values depend on the local shape of the scores:
 - If a dim has local size 1 or the rows are split: the scores, and their gradient as its matmul emits it. Every kernel
   that reads the probabilities recomputes them from the scores.
 - Otherwise one kernel computes the whole softmax, and stores the exponentials in their computed dtype. For rows of up
-  to `ROW` this kernel is the scores' own matmul. The gradient is stored a second time in the form that the next matmuls
-  read.
+  to `SOFTMAX_ROW` this kernel is the scores' own matmul. The gradient is stored a second time in the form that the next
+  matmuls read.
 
 Evidence: docs/compiler_behaviour.md, "Softmax between matmuls".
 """
@@ -25,7 +25,7 @@ from autoshard.graph.records import FactorKind, Op, OpClass, OpGraph, is_batched
 
 WIDE = 4
 """Bytes of an element of the scores that a matmul's kernel turns into probabilities at once."""
-ROW = 2048
+SOFTMAX_ROW = 2048
 """Longest row of scores that stays on chip until its softmax is done: fusion was observed at 2048, but not at 4096."""
 
 _Reach = dict[int, frozenset[int]]
@@ -149,7 +149,7 @@ def _softmax(graph: OpGraph, structure: Structure, cluster: Cluster, wide: Mappi
             op.op_class is OpClass.HEAVY or tensor in sums or (len(before) > 1 and region.enters_matmul(tensor))
         ),
     )
-    short = [t for t, user in sums.items() if math.prod(_summed(user).values()) <= ROW]
+    short = [t for t, user in sums.items() if math.prod(_summed(user).values()) <= SOFTMAX_ROW]
     scores = min(t for exponential in sums for t in again[exponential] if region.is_scores(t))
     factors = {structure.dims_of[t][dim] for t, user in sums.items() for dim in _summed(user)}
     rows = tuple(d for d, factor in enumerate(structure.dims_of[scores]) if factor in factors)
@@ -212,7 +212,7 @@ def _form(
 
     - `reach`: maps every value to the stored values from which it is computed.
     - `wide`: bytes per element of values that are stored wider than typed.
-    - `short`: exponentials with rows of at most `ROW`, which the scores' own matmul computes.
+    - `short`: exponentials with rows of at most `SOFTMAX_ROW`, which the scores' own matmul computes.
     - `early`: values whose readers run as soon as their other operands are there, since that frees the value.
     """
     moved: Counter[int] = Counter()

@@ -7,14 +7,14 @@ import json
 import math
 import pathlib
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost import Topology
-from autoshard.graph import Liveness, OpClass, OpGraph, Structure
+from autoshard.graph import SOFTMAX_ROW, Liveness, OpClass, OpGraph, Structure
 from autoshard.planning.price.combined_collectives import JOINED
 from autoshard.planning.space.decision_model import RESERVED, SCOPED, Model, Reshard
 from autoshard.planning.xla.axis_assignments import local_elements
@@ -29,6 +29,9 @@ FORWARD = 1.0 / 3.0
 
 NEGLIGIBLE_DEVIATIONS = 5.0
 """Standard deviations below a limit from which on the chance to exceed the limit counts as zero."""
+
+READS_CONSTANTS, GROUPED = frozenset({"v6e"}), 5
+"""Chips with such kernels (see `softmax_operands`), and the least dims of scores of grouped heads."""
 
 ADDRESSES = 1 << 14
 """Bytes of a table of addresses for each kernel on TPUs.
@@ -285,6 +288,42 @@ def gathered_copies(model: Model, choices: NDArray[np.int64], steps: Mapping[int
             held = _gathered(model, model.reshards[number], choices, users)
             if held is not None:
                 yield LiveBuffer(held.start, held.stop, held.size, "gathered", held.tensor)
+
+
+def softmax_operands(
+    model: Model, choices: NDArray[np.int64], local_of: Callable[[int], Sequence[int]]
+) -> Iterator[LiveBuffer]:
+    """Yield the arrays that a kernel for a whole softmax reads besides scores of grouped heads, on some chips.
+
+    These are the mask and every constant, each as large as the scores. Evidence: docs/compiler_behaviour.md, "Softmax
+    between matmuls".
+
+    - `local_of`: dims of a tensor's shard.
+    """
+    graph, clusters = model.graph, model.structure.cluster_of
+    if model.mesh.topology.chip.name not in READS_CONSTANTS:
+        return
+    for softmax in model.liveness.softmaxes:
+        local, scores = local_of(softmax.scores), graph.tensors[softmax.scores]
+        row = math.prod(local[dim] for dim in softmax.rows)
+        split = any(local[dim] != scores.shape[dim] for dim in softmax.rows)
+        if softmax.narrow or split or 1 in local or len(local) < GROUPED or row <= SOFTMAX_ROW:
+            continue
+        for op in graph.ops:
+            if op.kind != "exponential" or clusters[op.results[0]] != softmax.cluster:
+                continue
+            waiting, seen = list(op.operands), set[int]()
+            while waiting:
+                tensor = waiting.pop()
+                maker = graph.maker(tensor)
+                if tensor in seen or graph.tensors[tensor].elements != scores.elements:
+                    continue
+                seen.add(tensor)
+                if tensor in graph.generated:
+                    size = model.padding.shard_bytes(softmax.scores, local, graph.tensors[tensor].itemsize)
+                    yield LiveBuffer(op.id, op.id + 1, size, "temporaries", -1)
+                elif maker is not None and maker.op_class is OpClass.POINTWISE:
+                    waiting += maker.operands
 
 
 def copied_updates(model: Model, choices: NDArray[np.int64]) -> Iterator[LiveBuffer]:

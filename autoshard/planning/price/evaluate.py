@@ -21,6 +21,7 @@ from autoshard.planning.price.device_memory import (
     copied_updates,
     gathered_copies,
     reserve,
+    softmax_operands,
 )
 from autoshard.planning.price.gathered_buffers import (
     copied_into_place,
@@ -327,6 +328,7 @@ def _buffers(model: Model, choices: NDArray[np.int64], solved: Sequence[LiveBuff
         }
         buffers += [*gathered_copies(model, choices, steps_to_copies), *_relaid_rows(model, choices)]
         buffers += [*copied_into_place(model, gathered, local_of), *copied_updates(model, choices)]
+        buffers += softmax_operands(model, choices, local_of)
     if traits.tiled or traits.separate_collective_buffers:
         buffers += exchanged_views(model, choices, local_of)
     offloaded = offloaded_gathers(model, choices, local_of)
