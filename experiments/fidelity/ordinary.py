@@ -8,7 +8,7 @@ compared with what the compiled program reserves, time with the compiler's sched
 and ZeRO-1 parallelism and FSDP (by pins) too. `--limit` plans again within the memory that the compiler reserved, and
 compiles that plan: one that is foreseen to fit must. `--write` stores the errors by class of ops in
 `autoshard/planning/explain/prediction_errors.json`, from all saved rows; plans state them. Seeds below zero are
-state-space models (`--seeds=-42--40`).
+state-space models (`--seeds=-42--40`), and below -99 graph networks with attention (`--seeds=-105--100`).
 """
 
 import collections

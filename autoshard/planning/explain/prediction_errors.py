@@ -46,6 +46,8 @@ _KINDS: Mapping[str, str] = {
 ROWS, NARROW_ROWS = "gathers and scatters", "gathers and scatters of narrow rows"
 EXTREMA = "maxima and minima of rows"
 """Class of scatters that keep the largest or smallest row, as `jax.ops.segment_max` does."""
+ROWS_WITH_EXTREMA = "gathers and scatters with maxima of rows"
+"""Class of gathers and scatters in programs with `EXTREMA`, such as softmaxes over the edges of each node."""
 RECURRENCES, SCANS, UNKNOWN_CALLS = "recurrences", "elementwise recurrences", "calls of unknown work"
 _UNARY = frozenset({"convert", "transpose", "reshape", "broadcast_in_dim"})
 """Ops that change the form of a weight, but not which layer it belongs to."""
@@ -85,8 +87,11 @@ def class_shares(ledger: Ledger, prices: OpPrices, step_s: float) -> dict[str, t
     class_of = _classes(model.graph)
     if not class_of:
         return {}
+    with_extrema = EXTREMA in class_of.values()
     for number, name in class_of.items():
-        if name == ROWS and _row_shard(model, ledger.choices, model.graph.ops[number]) < LANES:
+        if name in (ROWS, NARROW_ROWS) and with_extrema:
+            class_of[number] = ROWS_WITH_EXTREMA
+        elif name == ROWS and _row_shard(model, ledger.choices, model.graph.ops[number]) < LANES:
             class_of[number] = NARROW_ROWS
     seconds: dict[str, float] = defaultdict(float)
     for (what, number), spent in prices.compute.items():

@@ -52,8 +52,13 @@ def kind_of(seed: int) -> str:
 
 
 def _kinds(seed: int) -> list[str]:
-    """Return the kinds among which a seed draws: only state-space models below zero, and none from zero on."""
-    return [kind for kind in _KINDS if (kind == "state_space") == (seed < 0)]
+    """Return the kinds among which a seed draws.
+
+    State-space models have the seeds from -99 to -1, graph networks with attention those below; no other seed draws
+    either.
+    """
+    apart = {"state_space": -99 <= seed < 0, "graph_attention": seed < -99}
+    return [kind for kind in _KINDS if apart.get(kind, seed >= 0)]
 
 
 def _ids(*shape: int) -> Any:
@@ -258,6 +263,23 @@ def _graph(rng: random.Random, array: Callable[..., Any]) -> Drawn:
     return Drawn(loss, [array(d, d)] * layers, (array(nodes, d), _ids(edges), _ids(edges), array(nodes, d)))
 
 
+def _graph_attention(rng: random.Random, array: Callable[..., Any]) -> Drawn:
+    nodes, edges = 2 ** rng.randint(15, 18), 2 ** rng.randint(19, 21)
+    d, layers = rng.choice([64, 128, 256]), rng.randint(1, 4)
+
+    def loss(params: Tree, x: Any, senders: Any, receivers: Any, y: Any) -> Any:
+        for layer in params:
+            messages = jax.nn.relu(jnp.concatenate([x[senders], x[receivers]], -1) @ layer["message"])
+            scores = (messages @ layer["score"])[:, 0]
+            scores = jnp.exp(scores - jax.ops.segment_max(scores, receivers, nodes)[receivers])
+            weights = scores / jax.ops.segment_sum(scores, receivers, nodes)[receivers]
+            x = x + jax.ops.segment_sum(messages * weights[:, None], receivers, nodes) @ layer["update"]
+        return _squares(x, y)
+
+    one = {"message": array(2 * d, d), "score": array(d, 1), "update": array(d, d)}
+    return Drawn(loss, [one] * layers, (array(nodes, d), _ids(edges), _ids(edges), array(nodes, d)))
+
+
 def _autoencoder(rng: random.Random, array: Callable[..., Any]) -> Drawn:
     batch, size, width = 2 ** rng.randint(8, 12), rng.choice([32, 64]), 2 ** rng.randint(5, 7)
 
@@ -293,5 +315,6 @@ _KINDS: dict[str, Callable[[random.Random, Callable[..., Any]], Drawn]] = {
     "autoencoder": _autoencoder,
     "mlp_scan": _mlp_scan,
     "state_space": _state_space,
+    "graph_attention": _graph_attention,
 }
 """Maker of each kind, in the order in which a seed draws them."""

@@ -172,6 +172,20 @@ def test_rows_are_narrow_below_the_lanes_of_a_tile(monkeypatch: pytest.MonkeyPat
     assert [each.ops for each in indexed(512).unsure] == ["gathers and scatters of narrow rows"], "a shard of each row"
 
 
+def test_rows_with_maxima_of_rows_are_apart(monkeypatch: pytest.MonkeyPatch):
+    """Plan a softmax over the edges of each node, whose rows alone would be of another class."""
+    with_errors(monkeypatch, {})
+
+    def fn(x: Any, senders: Any, receivers: Any) -> Any:
+        rows = x[senders]
+        scores = jnp.exp(rows[:, 0] - jax.ops.segment_max(rows[:, 0], receivers, 8192)[receivers])
+        return jax.ops.segment_sum(rows * scores[:, None], receivers, 8192)
+
+    ids = jax.ShapeDtypeStruct((65536,), "int32")
+    named = {each.ops for each in planned(fn, (f32(8192, 4096), ids, ids)).unsure}
+    assert "gathers and scatters with maxima of rows" in named and "gathers and scatters" not in named
+
+
 def test_memory_alone_does_not_count():
     assert counts(0.25, 0.0) and counts(0.1, 0.5)
     assert not counts(0.05, 0.9) and not counts(0.2, 0.4)
