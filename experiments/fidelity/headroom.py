@@ -198,13 +198,13 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _large(points: Iterable[dict[str, Any]], verdicts: Collection[str]) -> list[dict[str, Any]]:
-    """Select the large programs with these verdicts.
+    """Select the large programs with these verdicts that are predicted to fit.
 
     For a program that does not fit, the compiler reports the memory after it tried to recompute, so that its error
-    would mislead.
+    would mislead. So it would if a program fits against its prediction. No such program is planned either.
     """
     fitting = [point for point in points if point["verdict"] in verdicts]
-    return [point for point in fitting if _share(point, "predicted") >= LARGE]
+    return [point for point in fitting if LARGE <= _share(point, "predicted") <= 1]
 
 
 def _share(point: dict[str, Any], which: str) -> float:
